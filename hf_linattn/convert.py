@@ -1,0 +1,320 @@
+"""From a pretrained checkpoint to the same model with linear attention."""
+
+import copy
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import tqdm
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from .modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig, method_class
+from .modeling.families import FAMILIES, MODEL_TYPE_PREFIX
+from .modeling.modeling_linattn import (
+    AUTO_CLASSES,
+    MODEL_CLASSES,
+    LinAttnPreTrainedModel,
+    linear_attention,
+    position_offset,
+)
+
+POSITION_EXTENSIONS = ("repeat", "interpolate")
+
+
+def convert(
+    model_or_id: str | Path | PreTrainedModel,
+    config: AttentionConfig | str,
+    *,
+    max_length: int | None = None,
+    auto_class: str | type | None = None,
+    seed: int | None = None,
+    position_extension: str = "repeat",
+    **from_pretrained_kwargs: Any,
+) -> LinAttnPreTrainedModel:
+    """Give a pretrained encoder attention whose cost grows linearly with the length.
+
+    All weights of the checkpoint stay as they are. The attention modules get what their method needs
+    (`config`), and the table of position embeddings is made longer where `max_length` asks for it.
+
+    Args:
+        model_or_id: a Hub id, a folder, or a loaded model, which is copied and stays as it is.
+        config: `LinformerConfig(...)` or `PerformerConfig(...)`, or "linformer" or "performer" for the defaults.
+        max_length: longest document in tokens. Default: as many as the checkpoint has positions.
+        auto_class: for an id or folder, the auto class of the head, e.g. "AutoModelForSequenceClassification".
+            Default: the head that the checkpoint was saved with.
+        seed: seed of random features and fixed projections. Default: the config's, which is 0 unless set.
+        position_extension: how positions beyond the checkpoint's get their embeddings: "repeat" the table,
+            or "interpolate" it.
+        from_pretrained_kwargs: for an id or folder, passed on to `from_pretrained`, e.g. dtype, device_map,
+            revision, token, num_labels.
+
+    Returns:
+        A model of the same head, in eval mode, which trains, saves and loads like any other.
+
+    Raises:
+        TypeError: `model_or_id` is neither a path nor a `PreTrainedModel`.
+        ValueError: the architecture or head is not supported (the message lists those that are), or an
+            argument has a value that is not allowed.
+    """
+    config = _attention_config(config, seed)
+    if position_extension not in POSITION_EXTENSIONS:
+        allowed = ", ".join(map(repr, POSITION_EXTENSIONS))
+        raise ValueError(f"position_extension={position_extension!r} is not one of {allowed}.")
+    # checked on the checkpoint's config: errors come before gigabytes are read
+    if isinstance(model_or_id, PreTrainedModel):
+        if auto_class is not None or from_pretrained_kwargs:
+            given = ", ".join([*from_pretrained_kwargs, *(["auto_class"] if auto_class is not None else [])])
+            raise ValueError(f"{given}: only for a Hub id or folder; the model given is loaded already.")
+        base = model_or_id
+        cls = _converted_class(type(base).__name__, base.config)
+        _check_loaded(base)
+        new_config = _model_config(base.config, config, max_length)
+        # copies: training the converted model must not change the one given
+        state = {name: tensor.detach().clone() for name, tensor in base.state_dict().items()}
+        device_map = None
+    elif isinstance(model_or_id, (str, Path)):
+        device_map = from_pretrained_kwargs.pop("device_map", None)
+        cls, base_class, base_config, from_pretrained_kwargs = _resolve(
+            str(model_or_id), auto_class, from_pretrained_kwargs
+        )
+        _model_config(base_config, config, max_length)
+        base = base_class.from_pretrained(str(model_or_id), config=base_config, **from_pretrained_kwargs)
+        new_config = _model_config(base.config, config, max_length)
+        state = dict(base.state_dict())
+    else:
+        raise TypeError(
+            f"model_or_id is a {type(model_or_id).__name__}; it must be a Hub id, a folder or a loaded PreTrainedModel. "
+            "A PEFT model is merged first: model.merge_and_unload()."
+        )
+
+    _extend_positions(state, base, new_config, position_extension)
+    state |= _attention_state(base, new_config)
+    device = base.device
+    loaded: Any = cls.from_pretrained(
+        None,
+        config=new_config,
+        state_dict=state,
+        dtype=base.dtype,
+        device_map=device_map,
+        output_loading_info=True,
+    )
+    model, report = loaded
+    problems = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(problems.values()):
+        raise RuntimeError(f"The converted model does not match the checkpoint's weights: {problems}")
+    model.config.name_or_path = model.name_or_path = base.config.name_or_path
+    if base.can_generate() and model.can_generate():
+        model.generation_config = copy.deepcopy(base.generation_config)
+    return model.eval() if device_map is not None else model.to(device).eval()
+
+
+def convert_checkpoint(
+    model_id: str | Path,
+    output_dir: str | Path,
+    config: AttentionConfig | str,
+    *,
+    overwrite: bool = False,
+    **convert_kwargs: Any,
+) -> LinAttnPreTrainedModel:
+    """`convert` from one folder or Hub id to another folder, which then holds all that a model repository has.
+
+    Written are the weights, the config, the modelling files for `trust_remote_code=True`, the tokenizer
+    with its `model_max_length` raised, and the generation config where the checkpoint has one. The folder
+    appears when it is complete, and not before.
+
+    Args:
+        model_id: a Hub id or a folder.
+        output_dir: where to write; must be empty or not exist, unless `overwrite`.
+        config: as in `convert`.
+        overwrite: replace what is in `output_dir`.
+        convert_kwargs: all other arguments of `convert`.
+
+    Returns:
+        The converted model.
+
+    Raises:
+        FileExistsError: `output_dir` has something in it and `overwrite` is False.
+        ValueError: as `convert`, or `output_dir` is the folder to convert.
+    """
+    output_dir = Path(output_dir)
+    if Path(model_id).is_dir() and Path(model_id).resolve() == output_dir.resolve():
+        raise ValueError(f"output_dir={str(output_dir)!r} is the checkpoint itself; write somewhere else.")
+    if output_dir.is_file():
+        raise FileExistsError(f"output_dir={str(output_dir)!r} is a file.")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
+        raise FileExistsError(f"output_dir={str(output_dir)!r} is not empty; pass overwrite=True to replace it.")
+    model = convert(model_id, config, **convert_kwargs)
+    hub_kwargs = {k: v for k, v in convert_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
+
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    # beside the target, so that the last step is a rename within one file system
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
+    try:
+        model.save_pretrained(unfinished)
+        _save_tokenizer(model_id, unfinished, model.config.attention.max_length, hub_kwargs)
+        _save_generation_config(model_id, unfinished, hub_kwargs)
+        unfinished.chmod(0o755)
+        if output_dir.exists():
+            shutil.rmtree(output_dir)
+        unfinished.rename(output_dir)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return model
+
+
+def _attention_config(config: AttentionConfig | str, seed: int | None) -> AttentionConfig:
+    if isinstance(config, str):
+        config = method_class(config)()
+    elif type(config) is AttentionConfig or not isinstance(config, AttentionConfig):
+        raise ValueError(
+            f"config={config!r} must be a LinformerConfig, a PerformerConfig, or the name of a method: "
+            "'linformer' or 'performer'."
+        )
+    # `replace` checks the fields again, and leaves the caller's object alone
+    return dataclasses.replace(config, seed=config.seed if seed is None else seed)
+
+
+def _unsupported(config: PreTrainedConfig) -> ValueError:
+    if config.model_type.startswith(MODEL_TYPE_PREFIX):
+        return ValueError(
+            f"model_type={config.model_type!r}: the checkpoint is converted already; start from its base."
+        )
+    return ValueError(
+        f"model_type={config.model_type!r} is not supported. Supported are: {', '.join(sorted(FAMILIES))}."
+    )
+
+
+def _converted_class(architecture: str, config: PreTrainedConfig) -> type[LinAttnPreTrainedModel]:
+    """The converted class of an architecture such as "BertForMaskedLM"."""
+    if config.model_type not in FAMILIES:
+        raise _unsupported(config)
+    heads = {
+        by_family[config.model_type].__name__.removeprefix("LinAttn"): by_family[config.model_type]
+        for by_family in MODEL_CLASSES.values()
+        if config.model_type in by_family
+    }
+    if architecture not in heads:
+        raise ValueError(
+            f"{architecture} is not a supported head of {config.model_type}. Supported are: {', '.join(sorted(heads))}. "
+            "For a checkpoint with several uses, pass auto_class, one of: " + ", ".join(AUTO_CLASSES) + "."
+        )
+    return heads[architecture]
+
+
+def _resolve(
+    model_id: str, auto_class: str | type | None, kwargs: dict[str, Any]
+) -> tuple[type[LinAttnPreTrainedModel], type[PreTrainedModel], PreTrainedConfig, dict[str, Any]]:
+    """Classes to make and to load, the checkpoint's config, and the arguments left for the loading."""
+    if (name := getattr(auto_class, "__name__", auto_class)) not in (None, *AUTO_CLASSES):
+        raise ValueError(f"auto_class={name!r} is not one of {', '.join(map(repr, AUTO_CLASSES))}.")
+    config, rest = AutoConfig.from_pretrained(model_id, return_unused_kwargs=True, **kwargs)
+    # what names the place to load from was used for the config, and is needed for the weights as well
+    kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
+    rest |= {key: kwargs[key] for key in kept if key in kwargs}
+    if config.model_type not in FAMILIES:
+        raise _unsupported(config)
+    if name is None:
+        architectures = config.architectures or [f"{FAMILIES[config.model_type].prefix}Model"]
+        cls = _converted_class(architectures[0], config)
+    elif config.model_type in MODEL_CLASSES[name]:
+        cls = MODEL_CLASSES[name][config.model_type]
+    else:
+        raise ValueError(f"auto_class={name!r}: {config.model_type} has no such head.")
+    return cls, getattr(transformers, cls.__name__.removeprefix("LinAttn")), config, rest
+
+
+def _check_loaded(model: PreTrainedModel) -> None:
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("The model is quantized; convert it first and quantize the converted model.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("Some weights of the model are on the meta device (offloaded); load it without device_map.")
+
+
+def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: int | None) -> LinAttnConfig:
+    """The converted model's config, with the settings completed by the lengths."""
+    if config.max_length is not None and max_length not in (None, config.max_length):
+        raise ValueError(f"max_length={max_length}, but the config says max_length={config.max_length}.")
+    offset = position_offset(base)
+    positions = base.max_position_embeddings - offset
+    max_length = max_length or config.max_length or positions
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < positions:
+        raise ValueError(
+            f"max_length={max_length!r} must be an integer of at least the checkpoint's {positions} positions; "
+            f"leave it out to keep {positions}."
+        )
+    settings = dataclasses.replace(config, max_length=max_length)
+    values = base.to_dict()
+    for field in ("model_type", "transformers_version", "auto_map"):
+        values.pop(field, None)
+    values["max_position_embeddings"] = max_length + offset
+    converted = CONFIG_CLASSES[base.model_type].from_dict({**values, "linattn": settings.to_dict()})
+    converted.name_or_path = base.name_or_path
+    return converted
+
+
+def _extend_positions(
+    state: dict[str, Tensor], base: PreTrainedModel, config: LinAttnConfig, position_extension: str
+) -> None:
+    """Lengthen the table of position embeddings in `state` to `config.max_position_embeddings` rows."""
+    name = FAMILIES[config.base_model_type].position_table
+    if base.base_model is not base:
+        name = f"{base.base_model_prefix}.{name}"
+    table, offset = state[name], position_offset(config)
+    if table.shape[0] == config.max_position_embeddings:
+        return
+    reserved, positions = table[:offset], table[offset:]
+    length = config.max_position_embeddings - offset
+    if position_extension == "repeat":
+        # the whole table again and again: neighbouring positions stay neighbours almost everywhere
+        longer = positions.repeat(-(-length // positions.shape[0]), 1)[:length]
+    else:
+        # (rows, dim) as a batch of one signal per dimension, stretched along the rows
+        signal = positions.float().T[None]
+        longer = nn.functional.interpolate(signal, size=length, mode="linear", align_corners=True)[0].T
+    state[name] = torch.cat((reserved, longer.to(table.dtype)))
+
+
+def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, Tensor]:
+    """Initial parameters and buffers of the linear attention, by their names in the converted model."""
+    family, settings = FAMILIES[config.base_model_type], config.attention
+    attentions = [name for name, module in base.named_modules() if type(module).__name__ == family.attention]
+    state: dict[str, Tensor] = {}
+    shared = None
+    for index, name in enumerate(tqdm(attentions, desc="Converting", unit="layer")):
+        if settings.layers is not None and index not in settings.layers:
+            continue
+        module = linear_attention(settings, config, index, shared)
+        for key, tensor in module.state_dict().items():
+            state[f"{name}.linattn.{key}"] = tensor.to(base.dtype) if tensor.is_floating_point() else tensor
+        if getattr(settings, "sharing", None) == "layers" and shared is None:
+            shared = module
+    return state
+
+
+def _save_tokenizer(model_id: str | Path, folder: Path, max_length: int, hub_kwargs: dict[str, Any]) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_id), **hub_kwargs)
+    except (OSError, ValueError) as error:
+        transformers.logging.get_logger(__name__).warning(
+            f"No tokenizer was found with {str(model_id)!r}, and none is written ({error})."
+        )
+        return
+    tokenizer.model_max_length = max_length
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        # a length that tokenizer.json cuts at, left by the training of a sentence encoder
+        backend.no_truncation()
+        backend.no_padding()
+    tokenizer.save_pretrained(folder)
+
+
+def _save_generation_config(model_id: str | Path, folder: Path, hub_kwargs: dict[str, Any]) -> None:
+    try:
+        GenerationConfig.from_pretrained(str(model_id), **hub_kwargs).save_pretrained(folder)
+    except OSError:
+        return  # encoders have none

@@ -1,0 +1,79 @@
+"""Sequences cut into blocks: what is near a query, and sums over all that is far from it.
+
+Shapes: a *row* is one document of a batch; its keys stand left-aligned, `lengths[row]` of them real.
+`window` is the block size w and `blocks` = ceil(length / w). A key is *near* a query when it lies in
+the query's block or in one of its two neighbours; every other key is *far*.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def row_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Number of real keys per row, shape (batch,) or, without padding, (1,)."""
+    if lengths is None:
+        return torch.full((1,), length, device=device, dtype=torch.long)
+    return lengths
+
+
+def to_blocks(x: Tensor, window: int) -> Tensor:
+    """(batch, heads, length, dim) -> (batch, heads, blocks, window, dim), zeros after the end."""
+    padding = -x.shape[2] % window
+    if padding:
+        x = F.pad(x, (0, 0, 0, padding))
+    # split the length into blocks of `window` positions
+    return x.unflatten(2, (-1, window))
+
+
+def from_blocks(x: Tensor, length: int) -> Tensor:
+    """(batch, heads, blocks, window, dim) -> (batch, heads, length, dim), the inverse of `to_blocks`."""
+    # join blocks and positions back into one length
+    return x.flatten(2, 3)[:, :, :length]
+
+
+def with_neighbours(x: Tensor) -> Tensor:
+    """(..., blocks, window, dim) -> (..., blocks, 3 * window, dim): the previous block, the block, the next."""
+    padded = F.pad(x, (0, 0, 0, 0, 1, 1))
+    return torch.cat((padded[..., :-2, :, :], x, padded[..., 2:, :, :]), dim=-2)
+
+
+def near_keys(lengths: Tensor, blocks: int, window: int, first: int) -> Tensor:
+    """Which of the keys that `with_neighbours` gathers are real keys, shape (batch, blocks, 3 * window), bool.
+
+    Keys before position `first` are left out: they are the global tokens, which every query sees anyway.
+    """
+    start = (torch.arange(blocks, device=lengths.device) - 1) * window
+    # position of each gathered key: (blocks, 3 * window)
+    position = start[:, None] + torch.arange(3 * window, device=lengths.device)
+    return (position >= first) & (position < lengths[:, None, None])
+
+
+def far_sums(per_block: Tensor) -> Tensor:
+    """Sums over all blocks that are not near, from sums per block: (..., blocks, rows, dim), same shape out.
+
+    Blocks before and blocks after are added up apart. Subtracting the near blocks from a total would
+    be one pass fewer, but would leave only rounding where the near blocks hold almost everything.
+    """
+    before = F.pad(per_block, (0, 0, 0, 0, 2, 0))[..., :-2, :, :].cumsum(-3)
+    after = F.pad(per_block, (0, 0, 0, 0, 0, 2))[..., 2:, :, :].flip(-3).cumsum(-3).flip(-3)
+    return before + after
+
+
+def far_maxima(per_block: Tensor) -> Tensor:
+    """`far_sums` with the maximum in place of the sum; -inf where nothing is far."""
+    low = float("-inf")
+    before = F.pad(per_block, (0, 0, 0, 0, 2, 0), value=low)[..., :-2, :, :].cummax(-3).values
+    after = F.pad(per_block, (0, 0, 0, 0, 0, 2), value=low)[..., 2:, :, :].flip(-3).cummax(-3).values.flip(-3)
+    return torch.maximum(before, after)
+
+
+def near_mask(length: int, lengths: Tensor | None, window: int, global_tokens: int, device: torch.device) -> Tensor:
+    """Quadratic reference: which keys are near which query, shape (batch, length, length), bool."""
+    position = torch.arange(length, device=device)
+    real = position < row_lengths(lengths, length, device)[:, None]
+    near = position < global_tokens
+    if window:
+        block = position // window
+        near = near | ((block[:, None] - block[None, :]).abs() <= 1)
+    return near.expand(length, length) & real[:, None, :]

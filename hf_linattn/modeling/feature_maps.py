@@ -1,0 +1,178 @@
+"""Feature maps phi with E[phi(q) . phi(k)] = exp(q . k), and those that only resemble it.
+
+Every map is given as phi(x) = factor(x) * exp(log_phi(x)), so that whoever adds features up can move a
+common scale out of the exponent first. Inputs are queries and keys (batch, heads, length, head_dim)
+already multiplied by the square root of the softmax scale.
+
+Sources: Choromanski et al. 2021, "Rethinking Attention with Performers" (arXiv:2009.14794), Lemma 1 and
+2 and section 2.4; Katharopoulos et al. 2020 (arXiv:2006.16236), equation 7, for `elu`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+FEATURE_MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu", "learned")
+# relu features may all be zero: the constant of the authors' code keeps every key visible
+_RELU_EPSILON = 1e-3
+
+
+class Features(NamedTuple):
+    """phi = factor * exp(log_phi); either may have a last dimension of 1, `factor` may be None for ones."""
+
+    log_phi: Tensor
+    factor: Tensor | None
+
+
+def random_directions(
+    num_directions: int, head_dim: int, *, orthogonal: bool = True, generator: torch.Generator | None = None
+) -> Tensor:
+    """Gaussian directions, shape (num_directions, head_dim), float32, on the CPU.
+
+    Orthogonal ones are independent blocks of at most `head_dim` exactly orthogonal rows whose norms are
+    drawn as those of Gaussian vectors (arXiv:2009.14794, section 2.4), so that each row alone is still
+    Gaussian and the estimate stays unbiased.
+    """
+    if not orthogonal:
+        return torch.randn(num_directions, head_dim, generator=generator, device="cpu", dtype=torch.float32)
+    blocks = -(-num_directions // head_dim)
+    gaussian = torch.randn(blocks, head_dim, head_dim, generator=generator, device="cpu", dtype=torch.float64)
+    q, r = torch.linalg.qr(gaussian)
+    # the sign makes Q uniform over all rotations, whatever convention the QR routine has
+    rotations = q * torch.diagonal(r, dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    norms = torch.randn(blocks * head_dim, head_dim, generator=generator, device="cpu", dtype=torch.float64)
+    # blocks of rotations become one list of rows
+    rows = rotations.transpose(-1, -2).reshape(-1, head_dim) * norms.norm(dim=-1, keepdim=True)
+    return rows[:num_directions].to(torch.float32)
+
+
+def positive_features(x: Tensor, directions: Tensor) -> Features:
+    """FAVOR+ features exp(w.x - |x|^2 / 2) / sqrt(m), one per direction (Lemma 1); directions (heads, m, d)."""
+    log_phi = x @ directions.transpose(-1, -2) - x.square().sum(-1, keepdim=True) / 2
+    return Features(log_phi - math.log(directions.shape[-2]) / 2, None)
+
+
+def hyperbolic_features(x: Tensor, directions: Tensor) -> Features:
+    """exp(+-w.x - |x|^2 / 2) / sqrt(2 m), two per direction (Lemma 1, the hyperbolic cosine estimator)."""
+    return positive_features(x, torch.cat((directions, -directions), dim=-2))
+
+
+def trigonometric_features(x: Tensor, directions: Tensor) -> Features:
+    """exp(|x|^2 / 2) (cos w.x, sin w.x) / sqrt(m), two per direction (equation 5); may have negative mass."""
+    angle = x @ directions.transpose(-1, -2)
+    log_phi = x.square().sum(-1, keepdim=True) / 2 - math.log(directions.shape[-2]) / 2
+    return Features(log_phi, torch.cat((angle.cos(), angle.sin()), dim=-1))
+
+
+def relu_features(x: Tensor, directions: Tensor) -> Features:
+    """(relu(w.x) + 0.001) / sqrt(m): generalised attention, not an estimate of exp(q.k) (section 2.2)."""
+    factor = (F.relu(x @ directions.transpose(-1, -2)) + _RELU_EPSILON) / math.sqrt(directions.shape[-2])
+    return Features(torch.zeros_like(x[..., :1]), factor)
+
+
+def elu_features(x: Tensor) -> Features:
+    """(elu(x) + 1) / sqrt(d), one per dimension: no directions, not an estimate of exp(q.k)."""
+    return Features(torch.zeros_like(x[..., :1]), (F.elu(x) + 1) / math.sqrt(x.shape[-1]))
+
+
+_RANDOM = {
+    "positive": positive_features,
+    "hyperbolic": hyperbolic_features,
+    "trigonometric": trigonometric_features,
+    "relu": relu_features,
+}
+
+
+class FeatureMap(nn.Module):
+    """One layer's feature map for queries and for keys.
+
+    Args:
+        feature_map: one of `FEATURE_MAPS`. `learned` starts as `positive` and then trains, per head and
+            apart for queries and keys, the directions, an offset per feature and the weight of |x|^2.
+        num_features: length m of phi; hyperbolic and trigonometric maps draw m / 2 directions.
+        orthogonal: orthogonal or independent directions.
+        seed: seed of the layer's directions, drawn per head.
+
+    Raises:
+        ValueError: `num_features` is odd for a map of two features per direction.
+    """
+
+    directions: Tensor
+    draws: Tensor
+
+    def __init__(
+        self, *, feature_map: str, num_heads: int, head_dim: int, num_features: int, orthogonal: bool, seed: int
+    ) -> None:
+        super().__init__()
+        self.feature_map, self.orthogonal, self.seed = feature_map, orthogonal, seed
+        per_direction = 2 if feature_map in ("hyperbolic", "trigonometric") else 1
+        if num_features % per_direction:
+            raise ValueError(f"num_features={num_features}: feature_map={feature_map!r} needs an even number.")
+        shape = (num_heads, num_features // per_direction, head_dim)
+        if feature_map == "learned":
+            for side in ("query", "key"):
+                self.register_parameter(f"{side}_directions", nn.Parameter(torch.empty(shape)))
+                self.register_parameter(f"{side}_offset", nn.Parameter(torch.empty(num_heads, 1, num_features)))
+                self.register_parameter(f"{side}_square", nn.Parameter(torch.empty(num_heads, 1, 1)))
+        elif feature_map != "elu":
+            self.register_buffer("directions", torch.empty(shape))
+            # how often the directions were drawn anew: recorded, so that a resumed run draws the same ones
+            self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+        self.reset_parameters()
+
+    @property
+    def signed(self) -> bool:
+        """Whether features can be negative, so that an estimated mass can come out as zero or below."""
+        return self.feature_map == "trigonometric"
+
+    def _draw(self, shape: torch.Size, draw: int) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(self.seed + 7919 * draw)
+        heads, directions, head_dim = shape
+        per_head = [
+            random_directions(directions, head_dim, orthogonal=self.orthogonal, generator=generator)
+            for _ in range(heads)
+        ]
+        return torch.stack(per_head)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill whatever was not loaded from a checkpoint; nothing on the meta device."""
+        if any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
+            return
+        if self.feature_map == "learned":
+            for side in ("query", "key"):
+                directions = getattr(self, f"{side}_directions")
+                # both sides start with the same draw: only then is phi(q) . phi(k) an estimate of exp(q.k)
+                init.copy_(directions, self._draw(directions.shape, 0))
+                init.zeros_(getattr(self, f"{side}_offset"))
+                init.ones_(getattr(self, f"{side}_square"))
+        elif self.feature_map != "elu":
+            init.copy_(self.directions, self._draw(self.directions.shape, 0))
+            init.zeros_(self.draws)
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draw the random directions anew; `learned` and `elu` have none, and stay."""
+        if "directions" not in self._buffers:
+            return
+        self.draws = self.draws + 1
+        # a new tensor, not a write into the old one: a backward pass may still need that
+        self.directions = self._draw(self.directions.shape, int(self.draws)).to(self.directions)
+
+    def forward(self, x: Tensor, side: str) -> Features:
+        """Features of queries or keys x (batch, heads, length, head_dim), float32; `side` is "query" or "key"."""
+        if self.feature_map == "elu":
+            return elu_features(x)
+        if self.feature_map == "learned":
+            directions = getattr(self, f"{side}_directions").to(x.dtype)
+            square = getattr(self, f"{side}_square") * x.square().sum(-1, keepdim=True) / 2
+            log_phi = x @ directions.transpose(-1, -2) - square + getattr(self, f"{side}_offset")
+            return Features(log_phi - math.log(directions.shape[-2]) / 2, None)
+        return _RANDOM[self.feature_map](x, self.directions.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"feature_map={self.feature_map!r}, orthogonal={self.orthogonal}, seed={self.seed}"
