@@ -88,7 +88,7 @@ def convert(
         state = dict(base.state_dict())
     else:
         raise TypeError(
-            f"model_or_id is a {type(model_or_id).__name__}; it must be a Hub id, a folder or a loaded PreTrainedModel. "
+            f"model_or_id is a {type(model_or_id).__name__}; it must be a Hub id, a folder or a PreTrainedModel. "
             "A PEFT model is merged first: model.merge_and_unload()."
         )
 
@@ -156,7 +156,7 @@ def convert_checkpoint(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
     try:
         model.save_pretrained(unfinished)
-        _save_tokenizer(model_id, unfinished, model.config.attention.max_length, hub_kwargs)
+        _save_tokenizer(model_id, unfinished, model.config.linattn["max_length"], hub_kwargs)
         _save_generation_config(model_id, unfinished, hub_kwargs)
         unfinished.chmod(0o755)
         if output_dir.exists():
@@ -201,7 +201,7 @@ def _converted_class(architecture: str, config: PreTrainedConfig) -> type[LinAtt
     }
     if architecture not in heads:
         raise ValueError(
-            f"{architecture} is not a supported head of {config.model_type}. Supported are: {', '.join(sorted(heads))}. "
+            f"{architecture} is no supported head of {config.model_type}. Supported are: {', '.join(sorted(heads))}. "
             "For a checkpoint with several uses, pass auto_class, one of: " + ", ".join(AUTO_CLASSES) + "."
         )
     return heads[architecture]
@@ -213,6 +213,8 @@ def _resolve(
     """Classes to make and to load, the checkpoint's config, and the arguments left for the loading."""
     if (name := getattr(auto_class, "__name__", auto_class)) not in (None, *AUTO_CLASSES):
         raise ValueError(f"auto_class={name!r} is not one of {', '.join(map(repr, AUTO_CLASSES))}.")
+    if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
+        raise FileNotFoundError(f"There is no folder {model_id!r}.")
     config, rest = AutoConfig.from_pretrained(model_id, return_unused_kwargs=True, **kwargs)
     # what names the place to load from was used for the config, and is needed for the weights as well
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")

@@ -100,7 +100,7 @@ class AttentionConfig:
         version = settings.pop("format_version", FORMAT_VERSION)
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise ValueError(
-                f"linattn.format_version={version!r} is newer than this version of hf-linattn reads ({FORMAT_VERSION}). "
+                f"linattn.format_version={version!r} is newer than what this hf-linattn reads ({FORMAT_VERSION}). "
                 "Upgrade with `pip install -U hf-linattn`, or load with `trust_remote_code=True`."
             )
         cls = method_class(settings.pop("method", None))
@@ -130,8 +130,8 @@ class LinformerConfig(AttentionConfig):
     sharing: str = field(
         default="heads",
         metadata={
-            "help": "What shares one projection: none (one for keys and one for values per head), heads (all heads of a "
-            "layer), key_value (also keys and values), layers (also all layers).",
+            "help": "What shares one projection: none (one for keys and one for values per head), heads (all heads of "
+            "a layer), key_value (also keys and values), layers (also all layers).",
             "choices": SHARING,
         },
     )
@@ -153,8 +153,8 @@ class PerformerConfig(AttentionConfig):
     feature_map: str = field(
         default="positive",
         metadata={
-            "help": "positive (FAVOR+), hyperbolic and trigonometric estimate softmax; relu and elu replace it; learned "
-            "starts as FAVOR+ and is trained.",
+            "help": "positive (FAVOR+), hyperbolic and trigonometric estimate softmax; relu and elu replace it; "
+            "learned starts as FAVOR+ and is trained.",
             "choices": FEATURE_MAPS,
         },
     )
@@ -202,10 +202,8 @@ class LinAttnConfig(PreTrainedConfig):
 
     base_model_type: ClassVar[str] = ""
 
-    def __init__(self, **kwargs: Any) -> None:
-        settings = kwargs.pop("linattn", None)
-        super().__init__(**kwargs)
-        self.linattn = settings
+    # a field and not an `__init__`: Transformers makes a dataclass, with an `__init__` of its own, of every config
+    linattn: dict[str, Any] | None = None
 
     @property
     def attention(self) -> AttentionConfig:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from .blocks import from_blocks, near_keys, near_mask, row_lengths, to_blocks, with_neighbours
 from .configuration_linattn import LinformerConfig
-from .projections import Projection, segment
+from .projections import Projection, Segments, segment
 
 
 def _masked(log_mass: Tensor, dtype: torch.dtype) -> Tensor:
     """Log masses as an additive mask: -inf becomes finite, so that a row that sees nothing stays finite."""
-    return log_mass.clamp_min(torch.finfo(dtype).min / 2).to(dtype)
+    return log_mass.to(dtype).clamp_min(torch.finfo(dtype).min / 2)
 
 
 def linformer_attention(
@@ -108,69 +108,51 @@ def linformer_attention_reference(
     near: bool = True,
     far: bool = True,
 ) -> Tensor:
-    """The same formula, one query at a time with the whole rows of E and F. Arguments as in `linformer_attention`."""
-    batch, length = query.shape[0], query.shape[2]
-    counts = row_lengths(lengths, length, query.device).expand(batch)
-    is_near = near_mask(length, counts, window_size, global_tokens, query.device)
-    slots = projection.slots
-    rows = []
-    for b in range(batch):
-        real = int(counts[b])
-        total = max(real - global_tokens, 1)
-        outputs = []
-        for i in range(length):
-            seen = is_near[b, i]
-            far_tokens = [j for j in range(global_tokens, real) if not seen[j]]
-            logits = [query[b, :, i, None] @ key[b, :, seen].transpose(-1, -2)] if near else []
-            taken = [value[b, :, seen]] if near else []
-            if far:
-                for s in range(slots):
-                    members = [j for j in far_tokens if (j - global_tokens) * slots // total == s]
-                    held = far_tokens if projection.projection == "gaussian" else members
-                    if not held:
-                        continue
-                    mass = torch.tensor(len(held) / (slots if held is far_tokens else 1), dtype=query.dtype).log()
-                    if projection.projection == "learned":
-                        mass = mass + projection.bias[:, s, None, None]
-                    summary_key = _reference_summary(
-                        projection, "key", key[b], s, members, far_tokens, global_tokens, total
-                    )
-                    summary_value = _reference_summary(
-                        projection, "value", value[b], s, members, far_tokens, global_tokens, total
-                    )
-                    logits.append(query[b, :, i, None] @ summary_key.transpose(-1, -2) + mass)
-                    taken.append(summary_value)
-            outputs.append(torch.cat(logits, -1).softmax(-1) @ torch.cat(taken, 1))
-        rows.append(torch.cat(outputs, 1))
-    return torch.stack(rows)
+    """The same formula with every query's own summaries, (length, slots, length) weights in all.
 
+    In the dtype of the inputs. Arguments as in `linformer_attention`.
+    """
+    length, slots = query.shape[2], projection.slots
+    real_lengths = row_lengths(lengths, length, query.device)
+    segments = segment(real_lengths, length, slots, first=global_tokens)
+    is_near = near_mask(length, lengths, window_size, global_tokens, query.device)
+    # (batch, query, key) and (batch, query, slot, key)
+    is_far = segments.held[:, None] & ~is_near
+    members = segments.members[:, None] & is_far[:, :, None]
 
-def _reference_summary(
-    projection: Projection,
-    side: str,
-    x: Tensor,
-    slot: int,
-    members: list[int],
-    tokens: list[int],
-    first: int,
-    total: int,
-) -> Tensor:
-    """One slot's projected key or value, (heads, 1, dim), from x (heads, length, dim)."""
-    if projection.projection == "max":
-        return x[:, members].amax(1, keepdim=True)
-    if projection.projection == "mean":
-        return x[:, members].mean(1, keepdim=True)
-    weight = getattr(projection, f"{side if side in projection.sides else 'key'}_weight").to(x.dtype)
-    if projection.projection == "conv":
-        taps = [(j - first) * projection.slots % total * weight.shape[1] // total for j in members]
-        return (x[:, members] * weight[:, taps]).mean(1, keepdim=True)
+    counts = members.sum(-1).to(query.dtype)
     if projection.projection == "gaussian":
-        return weight[:, slot, None, [j - first for j in tokens]] @ x[:, tokens]
-    column = [
-        min((2 * (j - first) + 1) * projection.max_length // (2 * total), projection.max_length - 1) for j in tokens
-    ]
-    deviation = projection.slots / total * weight[:, slot, None, column] @ x[:, tokens]
-    return x[:, members].mean(1, keepdim=True) + deviation
+        counts = (is_far.sum(-1, keepdim=True) / slots).expand_as(counts).to(query.dtype)
+    log_mass = counts.log()[:, None]
+    if projection.projection == "learned":
+        log_mass = log_mass + projection.bias[:, None]
+    far_keys = _reference_summaries(key, "key", projection, segments, is_far, members)
+    far_values = _reference_summaries(value, "value", projection, segments, is_far, members)
+
+    near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
+    far_logits = torch.einsum("bhid,bhisd->bhis", query, far_keys) + log_mass
+    far_logits = far_logits.masked_fill(torch.tensor(not far), float("-inf"))
+    weights = torch.cat((near_logits, far_logits), dim=-1).softmax(-1)
+    return weights[..., :length] @ value + torch.einsum("bhis,bhisd->bhid", weights[..., length:], far_values)
+
+
+def _reference_summaries(
+    x: Tensor, side: str, projection: Projection, segments: Segments, is_far: Tensor, members: Tensor
+) -> Tensor:
+    """Keys or values x (batch, heads, length, dim) as each query sees them, (batch, heads, length, slots, dim)."""
+    if projection.projection == "max":
+        maxima = x[:, :, None, None].masked_fill(~members[:, None, ..., None], float("-inf")).amax(-2)
+        return maxima.masked_fill(maxima == float("-inf"), 0.0)
+    if projection.projection in ("mean", "conv"):
+        if projection.projection == "conv":
+            x = x * projection.kernel(side, segments).to(x.dtype)
+        matrix = (members / members.sum(-1, keepdim=True).clamp_min(1))[:, None]
+    elif projection.projection == "gaussian":
+        matrix = projection.columns(side, segments.rank)[:, :, None] * is_far[:, None, :, None]
+    else:
+        deviation = projection.deviation(side, segments)[:, :, None] * is_far[:, None, :, None]
+        matrix = (members / members.sum(-1, keepdim=True).clamp_min(1))[:, None] + deviation
+    return matrix.to(x.dtype) @ x[:, :, None]
 
 
 class LinformerAttention(nn.Module):
@@ -178,6 +160,8 @@ class LinformerAttention(nn.Module):
 
     `shared` is another layer's module whose E and F this layer uses (sharing="layers").
     """
+
+    projection: Projection
 
     def __init__(
         self,
@@ -189,6 +173,7 @@ class LinformerAttention(nn.Module):
         shared: "LinformerAttention | None" = None,
     ) -> None:
         super().__init__()
+        assert config.max_length is not None, "the conversion sets it, and the model class checks it"
         self.config = config
         # in a tuple, so that the other layer's parameters are not registered, or saved, a second time
         self._shared = (shared.projection,) if shared is not None else ()

@@ -38,6 +38,8 @@ _METHOD_MODULES: dict[str, type[Any]] = {"linformer": LinformerAttention, "perfo
 class LinAttnPreTrainedModel(PreTrainedModel):
     """What all converted models add to the model of their family: it stands before that in the list of bases."""
 
+    config: LinAttnConfig
+
     def __init__(self, config: LinAttnConfig, *inputs: Any, **kwargs: Any) -> None:
         attention_config = config.attention
         family = FAMILIES[config.base_model_type]
@@ -69,7 +71,7 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: nothing would be left to attend to.
         """
-        settings = {**self.config.linattn, "near": near, "far": far}
+        settings = {**self.config.attention.to_dict(), "near": near, "far": far}
         AttentionConfig.from_dict(settings)
         self.config.linattn = settings
         for _, module in self.linear_attentions():

@@ -15,8 +15,8 @@ from .configuration_linattn import PerformerConfig
 from .feature_maps import FeatureMap, Features
 
 # Least share of the largest possible mass that a map with negative features is taken to have: such an
-# estimate can come out as zero or below, and this bounds the output by 100 times the largest value.
-_SIGNED_MASS_FLOOR = 1e-2
+# estimate can come out as zero or below, and this bounds the output by 1,000 times the largest value.
+_SIGNED_MASS_FLOOR = 1e-3
 
 
 def _expand(features: Features, shift: Tensor) -> Tensor:
@@ -96,7 +96,9 @@ def performer_attention(
         sums = far_sums(per_block) if window_size else per_block
         summary = to_blocks(phi_query, window) @ sums
         if feature_map.signed:
-            per_block = to_blocks((log_phi - key_shift).exp(), window).sum(-2, keepdim=True)
+            # reached where query and key are equal: one per direction, times the common factor
+            largest = (log_phi - key_shift).exp() * (phi_key.shape[-1] / 2)
+            per_block = to_blocks(largest, window).sum(-2, keepdim=True)
             largest = far_sums(per_block) if window_size else per_block
             mass = torch.maximum(summary[..., -1:], _SIGNED_MASS_FLOOR * largest)
             summary = torch.cat((summary[..., :-1], mass), dim=-1)
@@ -104,7 +106,7 @@ def performer_attention(
         far_shift = to_blocks(query_shift, window)
         shifts = [logits.detach().amax(-1, keepdim=True) for logits, _ in terms] + [far_shift] * far
         shift = torch.stack(torch.broadcast_tensors(*shifts)).amax(0).nan_to_num(neginf=0.0)
-        exact = sum((logits - shift).exp() @ values for logits, values in terms)
+        exact = sum(((logits - shift).exp() @ values for logits, values in terms), start=summary.new_zeros(()))
         summary = exact + (far_shift - shift).exp() * summary if far else exact
     total = from_blocks(summary, length)
     # a query that sees no key at all gets zeros
@@ -128,16 +130,22 @@ def performer_attention_reference(
     No stabiliser: meant for float64 inputs of moderate size. Arguments as in `performer_attention`.
     """
     length = query.shape[2]
-    phi_query = _expand(feature_map(query, "query"), query.new_zeros(()))
-    phi_key = _expand(feature_map(key, "key"), key.new_zeros(()))
+    query_features, key_features = feature_map(query, "query"), feature_map(key, "key")
+    phi_query = _expand(query_features, query.new_zeros(()))
+    phi_key = _expand(key_features, key.new_zeros(()))
     position = torch.arange(length, device=query.device)
     real = position < row_lengths(lengths, length, query.device)[:, None]
     is_near = near_mask(length, lengths, window_size, global_tokens, query.device)
     is_far = real[:, None, :] & ~is_near
     exact = (query @ key.transpose(-1, -2)).exp() * is_near[:, None]
     estimate = (phi_query @ phi_key.transpose(-1, -2)) * is_far[:, None]
-    weights = exact * near + estimate * far
-    return weights @ value / weights.sum(-1, keepdim=True)
+    far_mass = estimate.sum(-1, keepdim=True)
+    if feature_map.signed:
+        largest = (query_features.log_phi + key_features.log_phi.transpose(-1, -2)).exp() * is_far[:, None]
+        largest = largest.sum(-1, keepdim=True) * (phi_key.shape[-1] / 2)
+        far_mass = torch.maximum(far_mass, _SIGNED_MASS_FLOOR * largest)
+    weights = exact * float(near) + estimate * float(far)
+    return weights @ value / (exact.sum(-1, keepdim=True) * float(near) + far_mass * float(far))
 
 
 class PerformerAttention(nn.Module):
@@ -167,8 +175,8 @@ class PerformerAttention(nn.Module):
 
     def count_training_forward(self) -> None:
         """Called before each forward pass of the model in training: draws new directions every `redraw_interval`."""
-        forwards = int(self.training_forwards)
-        if forwards and forwards % self.config.redraw_interval == 0:
+        forwards, interval = int(self.training_forwards), self.config.redraw_interval
+        if interval and forwards and forwards % interval == 0:
             self.feature_map.redraw()
         self.training_forwards += 1
 

@@ -1,11 +1,13 @@
 """Linformer's projections of keys and values along the length (arXiv:2006.04768, equation 7).
 
-A row of L real tokens is cut into `projection_length` segments of equal size, wherever its padding
-stands: token r belongs to slot floor(r * projection_length / L). A row no longer than `projection_length`
-has at most one token in a slot, and attention to its slots is exact. `learned` adds to these segment
-means a trained matrix over all tokens, so that E and F are as general as the paper's, and start as means.
+A row of L real tokens is cut into segments, wherever its padding stands. The first token, which
+pretrained models look at from everywhere, has a slot of its own, unless it is a global token that is seen
+exactly; the others are shared out evenly over the slots that are left: r-th of R tokens to slot
+floor(r * slots / R). A row no longer than `projection_length` has at most one token in a slot, and
+attention to its slots is exact. `learned` adds to these segment means a trained matrix over all tokens, so
+that E and F are as general as the paper's, and start as means:
 
-    E[s, r] = (projection_length / L) * (1[r in segment s] * L / (projection_length * c_s) + D[s, r])
+    E[s, r] = 1[r in segment s] / c_s + (projection_length / L) * D[s, r]
 
 with c_s the number of real tokens in segment s and D = 0 at the start.
 """
@@ -26,27 +28,33 @@ SHARING = ("none", "heads", "key_value", "layers")
 class Segments(NamedTuple):
     """Which slot each token is summarised in; one row of a batch per leading index, or one for all.
 
-    slot: (batch, length) long, equal to the number of slots for tokens that no slot holds.
     rank: (batch, length) long, position among the row's summarised tokens.
     total: (batch, 1) long, how many tokens the row's slots hold, at least 1.
+    held: (batch, length) bool, whether a slot holds the token.
+    slot: (batch, length) long, that slot.
+    phase: (batch, length) float, how far into its segment the token stands, from 0 to below 1.
     members: (batch, slots, length) bool, `slot` as one-hot rows.
     """
 
-    slot: Tensor
     rank: Tensor
     total: Tensor
+    held: Tensor
+    slot: Tensor
+    phase: Tensor
     members: Tensor
 
 
 def segment(lengths: Tensor, length: int, slots: int, first: int = 0) -> Segments:
-    """Cut tokens `first` .. lengths - 1 of each row into `slots` segments of equal size."""
+    """Cut tokens `first` .. lengths - 1 of each row into `slots` segments."""
+    alone = int(first == 0 and slots > 1)
     rank = torch.arange(length, device=lengths.device) - first
-    total = (lengths[:, None] - first).clamp_min(1)
-    held = (rank >= 0) & (rank < lengths[:, None] - first)
-    rank = rank.clamp_min(0).expand_as(held)
-    slot = torch.where(held, rank * slots // total, slots)
-    members = slot[:, None] == torch.arange(slots, device=lengths.device)[:, None]
-    return Segments(slot, rank, total, members)
+    total = lengths[:, None] - first
+    held = (rank >= 0) & (rank < total)
+    rank, total = rank.clamp_min(0).expand_as(held), total.clamp_min(1)
+    spread, shared = (rank - alone).clamp_min(0) * (slots - alone), (total - alone).clamp_min(1)
+    slot = torch.where(rank < alone, 0, alone + spread // shared)
+    members = (slot[:, None] == torch.arange(slots, device=lengths.device)[:, None]) & held[:, None]
+    return Segments(rank, total, held, slot, (spread % shared) / shared, members)
 
 
 class Summaries(NamedTuple):
@@ -133,38 +141,42 @@ class Projection(nn.Module):
         key = self._project(key, "key", segments, window)
         return Summaries(key, self._project(value, "value", segments, window), log_mass)
 
-    def _weight(self, side: str) -> Tensor:
-        return getattr(self, f"{side if side in self.sides else 'key'}_weight")
-
     def _project(self, x: Tensor, side: str, segments: Segments, window: int | None) -> Tensor:
         if self.projection == "max":
             return _segment_max(x, segments, self.slots, window)
         if self.projection == "gaussian":
-            # columns by rank: a row's result does not depend on where its padding stands
-            matrix = self._columns(side, segments.rank).to(x.dtype) * (segments.slot < self.slots)[:, None, None]
-            return _apply(matrix, x, window)
+            matrix = self.columns(side, segments.rank) * segments.held[:, None, None]
+            return _apply(matrix.to(x.dtype), x, window)
         if self.projection == "conv":
-            x = x * self._kernel(side, segments).to(x.dtype)
+            x = x * self.kernel(side, segments).to(x.dtype)
         if self.projection != "learned":
             return _segment_mean(x, segments, window)
-        # column of D for each token: its relative position in the row, on the scale of max_length
-        column = (2 * segments.rank + 1) * self.max_length // (2 * segments.total)
-        scale = self.slots / segments.total * (segments.slot < self.slots)
-        deviation = self._columns(side, column.clamp_max(self.max_length - 1)) * scale[:, None, None]
+        deviation = self.deviation(side, segments)
         if window is None:
             return (_mean_matrix(segments) + deviation).to(x.dtype) @ x
         return _segment_mean(x, segments, window) + _apply(deviation.to(x.dtype), x, window)
 
-    def _columns(self, side: str, column: Tensor) -> Tensor:
-        """Columns of the side's matrix: (batch, length) indices -> (batch, heads or 1, slots, length)."""
+    def columns(self, side: str, column: Tensor) -> Tensor:
+        """Columns of the side's matrix: (batch, length) indices -> (batch, heads or 1, slots, length).
+
+        Indices are ranks or relative positions: a row's result does not depend on where its padding stands.
+        """
         return self._weight(side)[:, :, column].permute(2, 0, 1, 3)
 
-    def _kernel(self, side: str, segments: Segments) -> Tensor:
+    def deviation(self, side: str, segments: Segments) -> Tensor:
+        """What `learned` adds to the segment means, (batch, heads or 1, slots, length)."""
+        # a token's relative position in its row, on the scale of max_length
+        column = (2 * segments.rank + 1) * self.max_length // (2 * segments.total)
+        scale = self.slots / segments.total * segments.held
+        return self.columns(side, column.clamp_max(self.max_length - 1)) * scale[:, None, None]
+
+    def kernel(self, side: str, segments: Segments) -> Tensor:
         """The convolution's weight for each token: (batch, heads or 1, length, head_dim)."""
         kernel = self._weight(side)
-        # how far into its segment a token stands, on the scale of the kernel
-        tap = (segments.rank * self.slots % segments.total) * kernel.shape[1] // segments.total
-        return kernel[:, tap].transpose(0, 1)
+        return kernel[:, (segments.phase * kernel.shape[1]).long()].transpose(0, 1)
+
+    def _weight(self, side: str) -> Tensor:
+        return getattr(self, f"{side if side in self.sides else 'key'}_weight")
 
     def extra_repr(self) -> str:
         return f"projection={self.projection!r}, sharing={self.sharing!r}, slots={self.slots}"
@@ -178,7 +190,7 @@ def _blocks_of(matrix: Tensor, window: int) -> Tensor:
 
 
 def _apply(matrix: Tensor, x: Tensor, window: int | None) -> Tensor:
-    """matrix (batch, heads, slots, length) @ x (batch, heads, length, dim); with `window`, per block over far tokens."""
+    """matrix (batch, heads, slots, length) @ x (batch, heads, length, dim); with `window`, of far tokens per block."""
     if window is None:
         return matrix @ x
     # (batch, heads, blocks, slots, window) @ (batch, heads, blocks, window, dim): one product for each block
@@ -208,7 +220,7 @@ def _segment_max(x: Tensor, segments: Segments, slots: int, window: int | None) 
         block = torch.arange(length, device=x.device) // window
     blocks = int(-(-length // window)) if window is not None else 1
     # one bucket per block and slot, and per block a last one for what no slot holds
-    bucket = block * (slots + 1) + segments.slot
+    bucket = block * (slots + 1) + segments.slot.where(segments.held, slots)
     index = bucket[:, None, :, None].expand(batch, heads, length, dim)
     maxima = x.new_full((batch, heads, blocks * (slots + 1), dim), float("-inf"))
     maxima = maxima.scatter_reduce(2, index, x, "amax")
