@@ -159,8 +159,9 @@ def convert_checkpoint(
         _save_tokenizer(model_id, unfinished, model.config.linattn["max_length"], hub_kwargs)
         _save_generation_config(model_id, unfinished, hub_kwargs)
         unfinished.chmod(0o755)
-        if output_dir.exists():
+        if output_dir.exists() and overwrite:
             shutil.rmtree(output_dir)
+        # fails, rather than replaces it, where another process has filled the folder since the check
         unfinished.rename(output_dir)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -215,7 +216,9 @@ def _resolve(
         raise ValueError(f"auto_class={name!r} is not one of {', '.join(map(repr, AUTO_CLASSES))}.")
     if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
         raise FileNotFoundError(f"There is no folder {model_id!r}.")
-    config, rest = AutoConfig.from_pretrained(model_id, return_unused_kwargs=True, **kwargs)
+    # not the dtype: a config would keep "auto", which names no dtype
+    config_kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
+    config, rest = AutoConfig.from_pretrained(model_id, return_unused_kwargs=True, **config_kwargs)
     # what names the place to load from was used for the config, and is needed for the weights as well
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
     rest |= {key: kwargs[key] for key in kept if key in kwargs}
@@ -244,7 +247,8 @@ def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: i
         raise ValueError(f"max_length={max_length}, but the config says max_length={config.max_length}.")
     offset = position_offset(base)
     positions = base.max_position_embeddings - offset
-    max_length = max_length or config.max_length or positions
+    if max_length is None:
+        max_length = positions if config.max_length is None else config.max_length
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < positions:
         raise ValueError(
             f"max_length={max_length!r} must be an integer of at least the checkpoint's {positions} positions; "
@@ -288,7 +292,7 @@ def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, 
     attentions = [name for name, module in base.named_modules() if type(module).__name__ == family.attention]
     state: dict[str, Tensor] = {}
     shared = None
-    for index, name in enumerate(tqdm(attentions, desc="Converting", unit="layer")):
+    for index, name in enumerate(tqdm(attentions, desc="Converting", unit="layer", leave=False)):
         if settings.layers is not None and index not in settings.layers:
             continue
         module = linear_attention(settings, config, index, shared)
@@ -302,6 +306,9 @@ def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, 
 def _save_tokenizer(model_id: str | Path, folder: Path, max_length: int, hub_kwargs: dict[str, Any]) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_id), **hub_kwargs)
+        # where there are no files, some versions of Transformers make one up that knows special tokens only
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise OSError("it would know no words")
     except (OSError, ValueError) as error:
         transformers.logging.get_logger(__name__).warning(
             f"No tokenizer was found with {str(model_id)!r}, and none is written ({error})."

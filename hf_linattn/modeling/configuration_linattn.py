@@ -59,7 +59,7 @@ class AttentionConfig:
     )
     far: bool = field(default=True, metadata={"help": "Whether the method's own part takes part. For ablations."})
     max_length: int | None = field(
-        default=None, metadata={"help": "Longest document in tokens. Set by the conversion."}
+        default=None, metadata={"help": "Longest document in tokens. Default: as many as the checkpoint has positions."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of random features and fixed projections."})
 
@@ -203,7 +203,7 @@ class LinAttnConfig(PreTrainedConfig):
     base_model_type: ClassVar[str] = ""
 
     # a field and not an `__init__`: Transformers makes a dataclass, with an `__init__` of its own, of every config
-    linattn: dict[str, Any] | None = None
+    linattn: Any = None
 
     @property
     def attention(self) -> AttentionConfig:

@@ -1,0 +1,595 @@
+"""Causal Performer attention (FAVOR+, arXiv:2009.14794): parallel over chunks, or from a state of fixed size.
+
+    out_i = (sum_{j near i} exp(q_i.k_j) v_j + phi(q_i) S_i) / (sum_{j near i} exp(q_i.k_j) + phi(q_i) z_i)
+
+with S_i = sum_{j far from i} phi(k_j) v_j^T and z_i = sum_{j far from i} phi(k_j), over keys j <= i only.
+Positions are ranks: tokens are counted per row, padding is not. Near are the keys of the query's block
+of `window_size` ranks and of the block before it, and the first `global_tokens` keys; far is all that is
+earlier. With window_size=0 all keys but the global ones are far, the query's own among them.
+
+Nothing here looks at later keys, stabilisers included: each chunk of queries reads sums over earlier
+chunks, on a scale per feature that is the maximum over earlier keys, and the scale of pairs within a
+chunk is a running maximum. Everything is computed in float32, or in float64 for float64 inputs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocks import from_blocks, to_blocks
+from .feature_maps import FeatureMap, Features
+
+# Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.
+_CHUNK, _LEAST_CHUNK = 128, 64
+# Tokens that are worked on at a time.
+_PIECE = 1024
+# Least share of the largest possible mass that a map with negative features is taken to have, as in performer.py.
+_SIGNED_MASS_FLOOR = 1e-2
+# Least estimate, as a share of what the scales of a query and a key allow. Smaller ones would be lost to
+# underflow, and with no other key in sight (window_size=0) a query would be left with no mass at all.
+_LEAST_ESTIMATE = 1e-30
+_NEVER = float("-inf")
+
+
+class CausalPerformerState(NamedTuple):
+    """All that later tokens need of a row's first `seen` tokens. Its size does not depend on their number.
+
+    The first dimension of each tensor is the batch, so that rows are chosen by `index_select(0, rows)`.
+    With w = window_size, b = seen // w the block of the next token, and M the number of features (one
+    more for `trigonometric`: the largest mass that its keys could have):
+
+    seen: (batch,) long.
+    global_key, global_value: (batch, heads, global_tokens, dim), the first keys and values.
+    near_key, near_value: (batch, heads, 2 w, dim), the last 2 w keys and values, the newest last.
+    sums: (batch, heads, M, value_dim + 1), S and, as the last column, z of all blocks before b - 1, with
+        the features divided by exp(shift). window_size=0: of all keys.
+    shift: (batch, heads, 1, M or 1), the largest log feature of these keys, -inf where there are none.
+    waiting_sums, waiting_shift: the same for ranks (b - 1) w .. seen - w - 1, which are near until block
+        b + 1 begins; of size 0 for window_size=0. Each token adds one key here, so that no step is
+        more work than another.
+    """
+
+    seen: Tensor
+    global_key: Tensor
+    global_value: Tensor
+    near_key: Tensor
+    near_value: Tensor
+    sums: Tensor
+    shift: Tensor
+    waiting_sums: Tensor
+    waiting_shift: Tensor
+
+
+class Partial(NamedTuple):
+    """A softmax over some of the keys, before the division.
+
+    shift: (..., 1), scale of `total`, -inf for a query that has no such keys.
+    total: (..., value_dim + 1), sum of exp(logit - shift) times the value and, last, times one.
+    """
+
+    shift: Tensor
+    total: Tensor
+
+
+def finite(shift: Tensor) -> Tensor:
+    """A shift that can be subtracted: where there are no keys, and any number will do, zero."""
+    return shift.nan_to_num(neginf=0.0)
+
+
+def exact_part(logits: Tensor, seen: Tensor, value_and_one: Tensor) -> Partial:
+    """Exact attention of logits (..., queries, keys) to the keys where `seen` is True."""
+    logits = logits.masked_fill(~seen, _NEVER)
+    shift = logits.detach().amax(-1, keepdim=True)
+    return Partial(shift, (logits - finite(shift)).exp() @ value_and_one)
+
+
+def join(parts: list[Partial]) -> Tensor:
+    """One softmax over the keys of all parts; zeros for a query that has none."""
+    total = parts[0].total
+    if len(parts) > 1:
+        parts = [_own_scale(part) for part in parts]
+        shift = finite(torch.stack([part.shift for part in parts]).amax(0))
+        total = torch.stack([(part.shift - shift).exp() * part.total for part in parts]).sum(0)
+    mass = total[..., -1:]
+    none = mass < torch.finfo(mass.dtype).tiny
+    return (total[..., :-1] / mass.masked_fill(none, 1.0)).masked_fill(none, 0.0)
+
+
+def _own_scale(part: Partial) -> Partial:
+    """The same with a mass of 1: what is small for its scale must not outdo other parts that are on a lower one."""
+    mass = part.total[..., -1:].detach()
+    none = mass < torch.finfo(mass.dtype).tiny
+    mass = mass.masked_fill(none, 1.0)
+    return Partial((part.shift + mass.log()).masked_fill(none, _NEVER), part.total / mass)
+
+
+def at(x: Tensor, index: Tensor) -> Tensor:
+    """x (batch, heads, length, dim) at the positions (batch, positions) of each row, those outside clamped."""
+    # one index for all heads and dimensions: (batch, 1, positions, 1)
+    return x.take_along_dim(index.clamp(0, x.shape[2] - 1)[:, None, :, None], dim=2)
+
+
+def first_tokens(old: Tensor | None, new: Tensor, count: int, seen: Tensor) -> Tensor:
+    """The first `count` tokens of each row, (batch, heads, count, dim), once `new` came after `old` ones, if any."""
+    if not count:
+        return new[:, :, :0]
+    if old is None:
+        return F.pad(new[:, :, :count], (0, 0, 0, max(count - new.shape[2], 0)))
+    rank = torch.arange(count, device=new.device)
+    return at(torch.cat((old, new), dim=2), torch.where(rank < seen[:, None], rank, count + rank - seen[:, None]))
+
+
+def last_tokens(tokens: Tensor, count: int, lengths: Tensor | None, new: int) -> Tensor:
+    """The last `count` real tokens of each row; `tokens` are `count` older ones and `new` more, `lengths` real."""
+    if not count:
+        return tokens[:, :, :0]
+    if lengths is None:
+        return tokens[:, :, new:]
+    return at(tokens, lengths[:, None] + torch.arange(count, device=tokens.device))
+
+
+def after_end(out: Tensor, lengths: Tensor | None) -> Tensor:
+    """Zeros in place of the outputs (batch, heads, length, dim) of padding."""
+    if lengths is None:
+        return out
+    padding = torch.arange(out.shape[2], device=out.device) >= lengths[:, None]
+    return out.masked_fill(padding[:, None, :, None], 0.0)
+
+
+def _features(feature_map: FeatureMap, x: Tensor, side: str) -> Features:
+    """The map's features and, if they can be negative, one more for the keys' largest possible mass.
+
+    By Cauchy and Schwarz phi(q).phi(k) is at most |phi(q)||phi(k)|, which for m / 2 pairs of cos and sin
+    is m / 2 times the exponentials. Queries have a zero there: it takes no part in the estimate.
+    """
+    features = feature_map(x, side)
+    if not feature_map.signed:
+        return features
+    largest = 0.0 if side == "query" else features.factor.shape[-1] / 2
+    return Features(features.log_phi, F.pad(features.factor, (0, 1), value=largest))
+
+
+def _expand(features: Features, shift: Tensor) -> Tensor:
+    """phi * exp(shift) from its two parts, the shift applied inside the exponent."""
+    phi = (features.log_phi + shift).exp()
+    return phi if features.factor is None else phi * features.factor
+
+
+def _sum_up(features: Features, value_and_one: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """S and z of the keys where `held` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1)."""
+    log_phi = features.log_phi.masked_fill(~held, _NEVER)
+    # the largest exponent of each feature, so that no query finds all features underflown
+    shift = log_phi.detach().amax(-2, keepdim=True)
+    phi = _expand(Features(log_phi, features.factor), -finite(shift))
+    return phi.transpose(-1, -2) @ value_and_one, shift
+
+
+def _rescale(sums: Tensor, shift: Tensor, new_shift: Tensor) -> Tensor:
+    """Sums on another scale, at least as large: (..., M, value_dim + 1)."""
+    return sums * (shift - finite(new_shift)).exp().transpose(-1, -2)
+
+
+def _add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Two sums, each on its scale, as one."""
+    new_shift = torch.maximum(shift, more_shift)
+    return _rescale(sums, shift, new_shift) + _rescale(more, more_shift, new_shift), new_shift
+
+
+def _scan(sums: Tensor, shift: Tensor, per_chunk: Tensor, chunk_shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is known before each chunk, and after the last.
+
+    Args:
+        sums, shift: what was known before, (batch, heads, M, value_dim + 1) and (batch, heads, 1, M or 1).
+        per_chunk, chunk_shift: the sums of each chunk, (batch, heads, chunks, ...).
+
+    Returns:
+        Sums and shift before each chunk, (batch, heads, chunks, ...), then sums and shift after the last.
+    """
+    running = torch.cat((shift.unsqueeze(2), chunk_shift), dim=2).cummax(2).values
+    before_shift, after_shift = running[:, :, :-1], running[:, :, 1:]
+    kept = (before_shift - finite(after_shift)).exp().transpose(-1, -2).unbind(2)
+    added = _rescale(per_chunk, chunk_shift, after_shift).unbind(2)
+    before = []
+    for keep, new in zip(kept, added, strict=True):
+        before.append(sums)
+        sums = torch.addcmul(new, sums, keep)
+    return torch.stack(before, dim=2), before_shift, sums, running[:, :, -1]
+
+
+def _read(query: Features, sums: Tensor, shift: Tensor, signed: bool) -> Partial:
+    """What queries (..., queries, M) read from the sums."""
+    read_shift = (query.log_phi + finite(shift)).detach().amax(-1, keepdim=True)
+    total = _expand(query, finite(shift) - read_shift) @ sums
+    if signed:
+        total = _floor(total, sums[..., -1:, -1:])
+    return Partial(read_shift.masked_fill(shift[..., :1] == _NEVER, _NEVER), total)
+
+
+def _floor(total: Tensor, largest: Tensor) -> Tensor:
+    """Keep an estimated mass that may be negative above a share of the largest possible one."""
+    mass = torch.maximum(total[..., -1:], _SIGNED_MASS_FLOOR * largest)
+    return torch.cat((total[..., :-1], mass), dim=-1)
+
+
+def _far_part(
+    query: Features,
+    key: Features,
+    value_and_one: Tensor,
+    held: Tensor,
+    sums: Tensor,
+    shift: Tensor,
+    *,
+    chunk: int,
+    window: int,
+    signed: bool,
+) -> tuple[Partial, Tensor, Tensor]:
+    """The estimate of many queries, chunk by chunk, and the sums after them.
+
+    Args:
+        query: features at positions 0 .. length - 1, a multiple of `chunk`.
+        key, value_and_one: of keys `window` ranks earlier: in these positions a query sees all keys of
+            earlier blocks, or, with window = 0, all keys up to its own.
+        held: (rows, length) bool, which keys are real and not global; none before the first of them is seen.
+        sums, shift: of earlier keys.
+    """
+    length = query.log_phi.shape[2]
+    query = Features(to_blocks(query.log_phi, chunk), None if query.factor is None else to_blocks(query.factor, chunk))
+    key = Features(to_blocks(key.log_phi, chunk), None if key.factor is None else to_blocks(key.factor, chunk))
+    value_and_one = to_blocks(value_and_one, chunk)
+    # (rows, 1, chunks, chunk, 1)
+    held = held.unflatten(1, (-1, chunk))[:, None, ..., None]
+
+    before, before_shift, sums, shift = _scan(sums, shift, *_sum_up(key, value_and_one, held))
+    if window == chunk:
+        part = _read(query, before, before_shift, signed)
+        return Partial(from_blocks(part.shift, length), from_blocks(part.total, length)), sums, shift
+
+    # Keys of the same chunk, as pairs. Their scale per feature is that of earlier chunks and of the first
+    # key in this one: the rest must not matter to queries that do not see it.
+    first = held.to(torch.uint8).argmax(3, keepdim=True)
+    log_first = key.log_phi.detach().take_along_dim(first, dim=3)
+    log_first = log_first.masked_fill(~held.any(3, keepdim=True), _NEVER)
+    base = torch.maximum(before_shift, log_first)
+    before, base = _rescale(before, before_shift, base), finite(base)
+    read_shift = (query.log_phi + base).detach().amax(-1, keepdim=True)
+    phi_query = _expand(query, base - read_shift)
+    # and per key a scale of its own, (batch, heads, chunks, chunk, 1), given back below
+    key_shift = (key.log_phi - base).detach().amax(-1, keepdim=True)
+    phi_key = _expand(key, -base - key_shift)
+    key_shift = key_shift.masked_fill(~held, _NEVER)
+    level = _running_level(key_shift, window)
+    # the largest scale that a query finds; that of the earlier chunks is 0
+    level = torch.maximum(level, torch.zeros_like(level).masked_fill(before_shift[..., :1] == _NEVER, _NEVER))
+    position = torch.arange(chunk, device=level.device)
+    seen = position[:, None] // window > position // window if window else position[:, None] >= position
+    scale = (key_shift.transpose(-1, -2) - finite(level)).masked_fill(~seen, _NEVER).exp()
+    earlier = (-finite(level)).exp()
+    estimate = phi_query @ phi_key.transpose(-1, -2)
+    if not (window or signed):
+        estimate = estimate.clamp_min(_LEAST_ESTIMATE)
+    total = earlier * (phi_query @ before) + (estimate * scale) @ value_and_one
+    if signed and key.factor is not None:
+        largest = (key.factor[..., -1:].transpose(-1, -2) * scale).sum(-1, keepdim=True)
+        total = _floor(total, earlier * before[..., -1:, -1:] + largest)
+    return Partial(from_blocks(read_shift + level, length), from_blocks(total, length)), sums, shift
+
+
+def _running_level(key_shift: Tensor, window: int) -> Tensor:
+    """Largest of (batch, heads, chunks, chunk, 1) up to each position; with a window, in earlier blocks of it."""
+    if not window:
+        return key_shift.cummax(3).values
+    # split the chunk into blocks, take the maximum of each: (batch, heads, chunks, blocks, 1, 1)
+    blocks = key_shift.unflatten(3, (-1, window)).amax(4, keepdim=True).cummax(3).values
+    earlier = torch.cat((torch.full_like(blocks[:, :, :, :1], _NEVER), blocks[:, :, :, :-1]), dim=3)
+    # every position of a block has the same: blocks and positions back into one chunk
+    return earlier.expand(-1, -1, -1, -1, window, -1).flatten(3, 4)
+
+
+def _near_part(query: Tensor, key: Tensor, value_and_one: Tensor, rank: Tensor, window: int, first: int) -> Partial:
+    """Exact attention to the query's block and the one before it. Keys and ranks begin one block before the queries."""
+    query_blocks = to_blocks(query, window)
+
+    def two_blocks(x: Tensor) -> Tensor:
+        blocks = to_blocks(x, window)
+        return torch.cat((blocks[:, :, :-1], blocks[:, :, 1:]), dim=3)
+
+    position = torch.arange(2 * window, device=query.device)
+    # (window, 2 * window): the key is not later than the query
+    past = position <= position[window:, None]
+    # (rows, 1, blocks, 1, 2 * window): the key is there, and not global
+    there = two_blocks((rank >= first)[:, None, :, None]).transpose(-1, -2)
+    part = exact_part(query_blocks @ two_blocks(key).transpose(-1, -2), past & there, two_blocks(value_and_one))
+    return Partial(from_blocks(part.shift, query.shape[2]), from_blocks(part.total, query.shape[2]))
+
+
+def causal_performer_state(
+    key: Tensor, value: Tensor, feature_map: FeatureMap, *, window_size: int = 0, global_tokens: int = 0
+) -> CausalPerformerState:
+    """The state before the first token, for keys and values like these (batch, heads, any length, dim)."""
+    batch, heads, _, _ = key.shape
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    features = _features(feature_map, key[:, :, :0].to(dtype), "key")
+    num_features = features.log_phi.shape[-1] if features.factor is None else features.factor.shape[-1]
+    scales = features.log_phi.shape[-1]
+    waiting = bool(window_size)
+
+    def tokens(like: Tensor, count: int) -> Tensor:
+        return like.new_zeros(batch, heads, count, like.shape[-1])
+
+    return CausalPerformerState(
+        torch.zeros(batch, dtype=torch.long, device=key.device),
+        tokens(key, global_tokens),
+        tokens(value, global_tokens),
+        tokens(key, 2 * window_size),
+        tokens(value, 2 * window_size),
+        key.new_zeros(batch, heads, num_features, value.shape[-1] + 1, dtype=dtype),
+        key.new_full((batch, heads, 1, scales), _NEVER, dtype=dtype),
+        key.new_zeros(batch, heads, num_features * waiting, value.shape[-1] + 1, dtype=dtype),
+        key.new_full((batch, heads, 1, scales * waiting), _NEVER, dtype=dtype),
+    )
+
+
+def causal_performer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    *,
+    lengths: Tensor | None = None,
+    window_size: int = 0,
+    global_tokens: int = 0,
+    near: bool = True,
+    far: bool = True,
+) -> Tensor:
+    """Causal Performer attention in time and memory linear in the length.
+
+    Args:
+        query, key: (batch, heads, length, head_dim), multiplied by the square root of the softmax scale.
+        value: (batch, heads, length, value_dim).
+        feature_map: the layer's `FeatureMap`.
+        lengths: (batch,) number of real tokens per row, which stand first; None when nothing is padded.
+        window_size: block size of the exact part; 0 for none.
+        global_tokens: that many first keys are exact for every later query.
+        near, far: False leaves that part of the formula out.
+
+    Returns:
+        (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding.
+    """
+    settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
+    return _parallel(query, key, value, feature_map, None, lengths, **settings)[0]
+
+
+def causal_performer_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    state: CausalPerformerState | None = None,
+    *,
+    lengths: Tensor | None = None,
+    window_size: int = 0,
+    global_tokens: int = 0,
+    near: bool = True,
+    far: bool = True,
+) -> tuple[Tensor, CausalPerformerState]:
+    """Causal Performer attention of new tokens, any number of them, that come after those of `state`.
+
+    Args:
+        state: what the call before returned; None is the state before the first token, and cheaper.
+        lengths: (batch,) number of new tokens per row that are real, at least 0; real ones stand first.
+
+    The other arguments are as in `causal_performer_attention`, and the same in all calls of a sequence.
+
+    Returns:
+        (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding, and the new state.
+    """
+    settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
+    if state is not None and query.shape[2] == 1:
+        return _step(query, key, value, feature_map, state, lengths, **settings)
+    out, sums, shift = _parallel(query, key, value, feature_map, state, lengths, **settings)
+
+    length, start = (
+        query.shape[2],
+        state or causal_performer_state(key, value, feature_map, window_size=window_size, global_tokens=global_tokens),
+    )
+    seen = start.seen + (length if lengths is None else lengths)
+    old_global = (None, None) if state is None else (state.global_key, state.global_value)
+    global_key, global_value = (
+        first_tokens(old, new, global_tokens, start.seen) for old, new in zip(old_global, (key, value), strict=True)
+    )
+    near_key, near_value = (
+        last_tokens(torch.cat(tokens, dim=2), 2 * window_size, lengths, length)
+        for tokens in ((start.near_key, key), (start.near_value, value))
+    )
+    waiting = start.waiting_sums, start.waiting_shift
+    if far and window_size:
+        # the older half of what is near, without the block that is far already
+        rank = (seen - 2 * window_size)[:, None] + torch.arange(window_size, device=key.device)
+        held = (rank >= (seen // window_size - 1)[:, None] * window_size) & (rank >= global_tokens)
+        older = near_key[:, :, :window_size].to(sums.dtype)
+        features = _features(feature_map, older, "key")
+        older_value = _with_one(near_value[:, :, :window_size].to(sums.dtype))
+        waiting = _sum_up(features, older_value, held[:, None, :, None])
+    return out, CausalPerformerState(seen, global_key, global_value, near_key, near_value, sums, shift, *waiting)
+
+
+def _with_one(value: Tensor) -> Tensor:
+    """Values with a column of ones: one product then gives S and z."""
+    return F.pad(value, (0, 1), value=1.0)
+
+
+def _parallel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    state: CausalPerformerState | None,
+    lengths: Tensor | None,
+    *,
+    window_size: int,
+    global_tokens: int,
+    near: bool,
+    far: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of many tokens, and the sums and the shift after them; with far=False those of `state`."""
+    length, window, device = query.shape[2], window_size, query.device
+    out_dtype, dtype = value.dtype, torch.promote_types(query.dtype, torch.float32)
+    # rank of each row's first new token
+    seen = torch.zeros(1, dtype=torch.long, device=device) if state is None else state.seen
+    chunk = window * -(-_LEAST_CHUNK // window) if window else _CHUNK
+    # blocks are counted in ranks: a row's first new token stands at `offset` in its block
+    offset = seen % window if window and state is not None else None
+    grid = length if offset is None else length + window - 1
+    chunk = min(chunk, grid if not window else window * -(-grid // window))
+    grid = chunk * -(-grid // chunk)
+
+    first_keys, first_values = (
+        first_tokens(old, new, global_tokens, seen)
+        for old, new in (
+            (None if state is None else state.global_key, key),
+            (None if state is None else state.global_value, value),
+        )
+    )
+    # queries at the positions of the grid; keys and values from one block before it
+    if offset is None or state is None:
+        query = F.pad(query, (0, 0, 0, grid - length))
+        key, value = (F.pad(x, (0, 0, window, grid - length)) for x in (key, value))
+        start = seen
+    else:
+        position = torch.arange(grid + window, device=device) - offset[:, None]
+        query = at(query, position[:, :grid])
+        key, value = (
+            at(torch.cat(tokens, dim=2), position + window)
+            for tokens in ((state.near_key, key), (state.near_value, value))
+        )
+        start = seen - offset
+    first_keys, first_values = first_keys.to(dtype), _with_one(first_values.to(dtype))
+    rank = (start - window)[:, None] + torch.arange(grid + window, device=device)
+    # keys that the next token finds far: all that any real query here does
+    total = seen + (length if lengths is None else lengths)
+    limit = (total // window - 1) * window if window else total
+    held = (rank >= global_tokens) & (rank < limit[:, None])
+    known = causal_performer_state(key, value, feature_map) if state is None else state
+    sums, shift = known.sums, known.shift
+
+    # a piece at a time: what is large, features and logits, then stays in the processor's cache
+    pieces, size = [], chunk * max(_PIECE // chunk, 1)
+    for begin in range(0, grid, size):
+        end = min(begin + size, grid)
+        queries, keys = query[:, :, begin:end].to(dtype), key[:, :, begin : end + window].to(dtype)
+        values, ranks = _with_one(value[:, :, begin : end + window].to(dtype)), rank[:, begin : end + window]
+        parts = []
+        if near and window:
+            parts.append(_near_part(queries, keys, values, ranks, window, global_tokens))
+        if near and global_tokens:
+            past = torch.arange(global_tokens, device=device) <= ranks[:, window:, None]
+            parts.append(exact_part(queries @ first_keys.transpose(-1, -2), past[:, None], first_values))
+        if far:
+            part, sums, shift = _far_part(
+                _features(feature_map, queries, "query"),
+                _features(feature_map, keys[:, :, : end - begin], "key"),
+                values[:, :, : end - begin],
+                held[:, begin:end],
+                sums,
+                shift,
+                chunk=chunk,
+                window=window,
+                signed=feature_map.signed,
+            )
+            parts.append(part)
+        pieces.append(join(parts).to(out_dtype))
+    out = torch.cat(pieces, dim=2)
+    out = out[:, :, :length] if offset is None else at(out, offset[:, None] + torch.arange(length, device=device))
+    return after_end(out, lengths), sums, shift
+
+
+def _step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    state: CausalPerformerState,
+    lengths: Tensor | None,
+    *,
+    window_size: int,
+    global_tokens: int,
+    near: bool,
+    far: bool,
+) -> tuple[Tensor, CausalPerformerState]:
+    """One new token per row, or none where `lengths` is 0."""
+    dtype, device, window = state.sums.dtype, query.device, window_size
+    new = torch.ones_like(state.seen) if lengths is None else lengths
+    rank, seen = state.seen, state.seen + new
+    global_key = first_tokens(state.global_key, key, global_tokens, rank)
+    global_value = first_tokens(state.global_value, value, global_tokens, rank)
+    # the 2 w tokens before the new one, and the new one
+    keys, values = torch.cat((state.near_key, key), dim=2), torch.cat((state.near_value, value), dim=2)
+    query = query.to(dtype)
+
+    parts = []
+    if near and window:
+        near_rank = rank[:, None] + torch.arange(-2 * window, 1, device=device)
+        is_near = (near_rank >= global_tokens) & (near_rank >= (rank // window - 1)[:, None] * window)
+        logits = query @ keys.to(dtype).transpose(-1, -2)
+        parts.append(exact_part(logits, is_near[:, None, None], _with_one(values.to(dtype))))
+    if near and global_tokens:
+        logits = query @ global_key.to(dtype).transpose(-1, -2)
+        past = torch.arange(global_tokens, device=device) <= rank[:, None]
+        parts.append(exact_part(logits, past[:, None, None], _with_one(global_value.to(dtype))))
+    sums, shift, waiting = state.sums, state.shift, (state.waiting_sums, state.waiting_shift)
+    if far:
+        # with a window, the key that is w older is the next to become far
+        age = slice(window, window + 1)
+        held = (rank - window >= global_tokens) & (new > 0)
+        features = _features(feature_map, keys[:, :, age].to(dtype), "key")
+        added = _sum_up(features, _with_one(values[:, :, age].to(dtype)), held[:, None, None, None])
+        if not window:
+            sums, shift = _add(sums, shift, *added)
+        parts.append(_read(_features(feature_map, query, "query"), sums, shift, feature_map.signed))
+        if window:
+            waiting = _add(*waiting, *added)
+            # the next token begins a block: what waited is far from it
+            full = (seen % window == 0)[:, None, None, None]
+            merged = _add(sums, shift, *waiting)
+            sums, shift = torch.where(full, merged[0], sums), torch.where(full, merged[1], shift)
+            waiting = waiting[0].masked_fill(full, 0.0), waiting[1].masked_fill(full, _NEVER)
+    near_key, near_value = (last_tokens(x, 2 * window, lengths, 1) for x in (keys, values))
+    return after_end(join(parts), lengths).to(value.dtype), CausalPerformerState(
+        seen, global_key, global_value, near_key, near_value, sums, shift, *waiting
+    )
+
+
+def causal_performer_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    *,
+    lengths: Tensor | None = None,
+    window_size: int = 0,
+    global_tokens: int = 0,
+    near: bool = True,
+    far: bool = True,
+) -> Tensor:
+    """The same formula with the whole (length, length) matrix of weights, in the dtype of the inputs.
+
+    No stabiliser: meant for float64 inputs of moderate size. Arguments as in `causal_performer_attention`.
+    """
+    length = query.shape[2]
+    phi_query = _expand(feature_map(query, "query"), query.new_zeros(()))
+    phi_key = _expand(feature_map(key, "key"), key.new_zeros(()))
+    position = torch.arange(length, device=query.device)
+    past = position <= position[:, None]
+    is_near = past & (position < global_tokens)
+    if window_size:
+        block = position // window_size
+        is_near = is_near | (past & (block[:, None] - block <= 1))
+    exact = (query @ key.transpose(-1, -2)).exp() * (is_near if near else 0)
+    estimate = (phi_query @ phi_key.transpose(-1, -2)) * (past & ~is_near if far else 0)
+    weights = exact + estimate
+    mass = weights.sum(-1, keepdim=True)
+    # a query that sees no key at all gets zeros
+    out = weights @ value / mass.where(mass != 0, torch.ones_like(mass))
+    return after_end(out, lengths)

@@ -1,0 +1,142 @@
+"""Peak memory and time of one forward pass by length, softmax beside the conversions, each in a fresh process.
+
+    python scripts/length_memory.py --output model_cards/minilm-l6/length-memory
+
+writes JSON, a Markdown table and a plot, and prints the table. Memory is what the process grew by beyond
+the loaded model; softmax is SDPA with the same repeated position table.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+import torch
+from documents import joined_document
+from minilm import minilm_folder
+from tqdm.auto import tqdm
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+SETTINGS: dict[str, AttentionConfig | None] = {
+    "softmax (SDPA)": None,
+    "Linformer, k=256": LinformerConfig(projection_length=256),
+    "Performer, m=256": PerformerConfig(num_features=256),
+    "window 64 + first token + 64 segment means": LinformerConfig(
+        projection_length=64, projection="mean", window_size=64, global_tokens=1
+    ),
+    "window 64 + first token + FAVOR+, m=128": PerformerConfig(num_features=128, window_size=64, global_tokens=1),
+}
+_MIB = 1024 * 1024
+
+
+def load(name: str, length: int) -> PreTrainedModel:
+    """MiniLM with room for `length` tokens, and the attention of one setting."""
+    config = SETTINGS[name]
+    converted = convert(minilm_folder(), config or LinformerConfig(), max_length=length)
+    if config is not None:
+        return converted
+    # softmax: the converted model's weights, long position table included, in the base model's class
+    softmax_config = AutoModel.from_pretrained(minilm_folder()).config
+    softmax_config.max_position_embeddings = length
+    weights = {key: value for key, value in converted.state_dict().items() if ".linattn." not in key}
+    return AutoModel.from_config(softmax_config).__class__.from_pretrained(
+        None, config=softmax_config, state_dict=weights
+    )
+
+
+def peak() -> int:
+    """Largest memory that this process ever held, in bytes."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+@torch.no_grad()
+def measure(name: str, length: int) -> dict[str, float]:
+    """Run in a process of its own: memory beyond the loaded model in MiB, and seconds of one forward pass."""
+    logging.disable_progress_bar()
+    model = load(name, length).eval()
+    ids = torch.tensor([joined_document(AutoTokenizer.from_pretrained(minilm_folder()), length)])
+    model(input_ids=ids[:, :64])
+    before = peak()
+    start = time.perf_counter()
+    model(input_ids=ids)
+    return {"peak_mib": (peak() - before) / _MIB, "seconds": time.perf_counter() - start}
+
+
+def run(name: str, length: int) -> dict[str, float]:
+    """`measure` in a fresh process, so that nothing that came before counts."""
+    call = [sys.executable, __file__, "--output", "unused", "--measure", name, "--lengths", str(length)]
+    done = subprocess.run(call, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def markdown(results: dict[str, dict[int, dict[str, float]]], lengths: list[int]) -> str:
+    """A row per setting: memory at each length, its growth from first to last, and the time at the last."""
+    head = [f"MiB at {length:,}" for length in lengths]
+    times = [f"s at {length:,}" for length in lengths]
+    growth = f"memory, {lengths[-1]:,} : {lengths[0]:,}"
+    lines = [
+        f"| attention | {' | '.join([*head, growth, *times])} |",
+        "| --- |" + " --- |" * (2 * len(lengths) + 1),
+    ]
+    for name, cells in results.items():
+        memory = [f"{cells[length]['peak_mib']:,.0f}" for length in lengths]
+        seconds = [f"{cells[length]['seconds']:.2f}" for length in lengths]
+        ratio = cells[lengths[-1]]["peak_mib"] / max(cells[lengths[0]]["peak_mib"], 1)
+        lines.append(f"| {name} | {' | '.join([*memory, f'{ratio:.1f}', *seconds])} |")
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, dict[int, dict[str, float]]], lengths: list[int], path: Path) -> None:
+    """Memory and time by length, both axes logarithmic."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
+    for axes, key, label in zip(
+        panels, ("peak_mib", "seconds"), ("peak memory beyond the model, MiB", "seconds"), strict=True
+    ):
+        for name, cells in results.items():
+            axes.plot(lengths, [cells[length][key] for length in lengths], marker="o", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="Path without ending of the files to write.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="Tokens.")
+    parser.add_argument("--measure", choices=SETTINGS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure, options.lengths[0])))
+        return 0
+
+    cells = [(name, length) for name in SETTINGS for length in options.lengths]
+    results: dict[str, dict[int, dict[str, float]]] = {name: {} for name in SETTINGS}
+    for name, length in tqdm(cells, unit="run"):
+        results[name][length] = run(name, length)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    report = {"model": "all-MiniLM-L6-v2", "batch": 1, "threads": torch.get_num_threads(), "results": results}
+    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    options.output.with_suffix(".md").write_text(markdown(results, options.lengths) + "\n")
+    plot(results, options.lengths, options.output.with_suffix(".png"))
+    print(markdown(results, options.lengths))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# All set-up, then format, lint, types and tests.
+#   bash scripts/test.sh            newest Transformers in full, and the core tests with the lowest supported
+#   bash scripts/test.sh --lowest   all tests with the lowest supported Transformers
+#   bash scripts/test.sh --slow     the tests that take minutes
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export HF_HUB_OFFLINE=1
+case "${1:-}" in
+"")
+    bash scripts/setup.sh
+    .venv/bin/ruff format --check .
+    .venv/bin/ruff check .
+    .venv/bin/mypy
+    bash scripts/setup.sh .venv-lowest constraints-lowest.txt
+    .venv-lowest/bin/python -m pytest -q -m "core and not slow"
+    .venv/bin/python -m pytest -q -m "not slow"
+    ;;
+--lowest)
+    bash scripts/setup.sh .venv-lowest constraints-lowest.txt
+    .venv-lowest/bin/python -m pytest -q -m "not slow"
+    ;;
+--slow)
+    bash scripts/setup.sh
+    .venv/bin/python -m pytest -q -m slow
+    ;;
+*)
+    echo "test.sh: unknown option $1; allowed are --lowest and --slow" >&2
+    exit 2
+    ;;
+esac

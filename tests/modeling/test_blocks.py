@@ -1,0 +1,60 @@
+"""Cutting into blocks, and what is near and far."""
+
+import pytest
+import torch
+
+from hf_linattn.modeling.blocks import (
+    far_maxima,
+    far_sums,
+    from_blocks,
+    near_keys,
+    near_mask,
+    to_blocks,
+    with_neighbours,
+)
+
+LENGTHS = [1, 3, 4, 5, 12, 17]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_from_blocks_undoes_to_blocks(length: int) -> None:
+    x = torch.randn(2, 3, length, 5)
+    blocks = to_blocks(x, 4)
+    assert blocks.shape == (2, 3, -(-length // 4), 4, 5)
+    assert torch.equal(from_blocks(blocks, length), x)
+
+
+@pytest.mark.parametrize("first", [0, 2, 6])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gathered_keys_are_those_of_the_quadratic_mask(length: int, first: int) -> None:
+    window = 4
+    lengths = torch.tensor([length, max(length - 3, 1)])
+    # each key's value is its position, so that what was gathered can be read off
+    positions = torch.arange(length, dtype=torch.float64).view(1, 1, length, 1)
+    gathered = with_neighbours(to_blocks(positions, window))[0, 0, :, :, 0]
+    seen = near_keys(lengths, gathered.shape[0], window, first)
+    expected = near_mask(length, lengths, window, 0, lengths.device)
+    for row in range(2):
+        for query in range(length):
+            block = query // window
+            found = gathered[block][seen[row, block]].long().tolist()
+            assert found == [j for j in range(first, length) if expected[row, query, j]]
+
+
+@pytest.mark.parametrize(
+    ("function", "reduce", "empty"), [(far_sums, torch.sum, 0.0), (far_maxima, torch.amax, float("-inf"))]
+)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6])
+def test_far_blocks_are_all_but_the_block_and_its_neighbours(function, reduce, empty, blocks: int) -> None:
+    per_block = torch.randn(2, blocks, 3, 4, dtype=torch.float64)
+    far = function(per_block)
+    for block in range(blocks):
+        others = [other for other in range(blocks) if abs(other - block) > 1]
+        expected = reduce(per_block[:, others], dim=1) if others else torch.full((2, 3, 4), empty).double()
+        torch.testing.assert_close(far[:, block], expected)
+
+
+def test_a_far_sum_keeps_its_digits_beside_a_near_block_of_another_size() -> None:
+    """The total minus the near part would be rounding only."""
+    per_block = torch.tensor([1e12, 1.0, 2.0, 3.0]).view(4, 1, 1)
+    assert far_sums(per_block).flatten().tolist()[:2] == [5.0, 3.0]

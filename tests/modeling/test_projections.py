@@ -1,0 +1,92 @@
+"""Segments, and what E and F are made of and start as."""
+
+import math
+
+import pytest
+import torch
+
+from hf_linattn.modeling.projections import PROJECTIONS, SHARING, Projection, segment
+
+pytestmark = pytest.mark.core
+
+
+def make(projection: str, sharing: str = "heads", slots: int = 4, seed: int = 0, max_length: int = 24) -> Projection:
+    return Projection(
+        projection=projection, sharing=sharing, slots=slots, max_length=max_length, num_heads=2, head_dim=3, seed=seed
+    )
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("slots", [1, 4, 7, 40])
+def test_segments_are_of_equal_size_and_hold_each_real_token_once(slots: int, first: int) -> None:
+    lengths = torch.tensor([19, 8, 1, 0])
+    cut = segment(lengths, 19, slots, first)
+    assert torch.equal(cut.members.sum(1), (cut.slot < slots).long())
+    for row, real in enumerate(lengths.tolist()):
+        held = max(real - first, 0)
+        assert (cut.slot[row] < slots).nonzero().flatten().tolist() == list(range(first, first + held))
+        sizes = cut.members[row].sum(-1).tolist()
+        assert sum(sizes) == held
+        assert max(sizes) - min(sizes) <= 1
+        # in order
+        assert cut.slot[row, first : first + held].tolist() == sorted(cut.slot[row, first : first + held].tolist())
+
+
+def test_the_slot_of_a_token_is_the_formula() -> None:
+    cut = segment(torch.tensor([7]), 10, 3)
+    assert cut.slot.tolist() == [[r * 3 // 7 for r in range(7)] + [3] * 3]
+
+
+@pytest.mark.parametrize("projection", ["learned", "mean", "conv"])
+def test_every_trained_projection_starts_as_the_segment_mean(projection: str) -> None:
+    key, value = torch.randn(2, 1, 2, 20, 3)
+    lengths = torch.tensor([18])
+    summaries = make(projection)(key, value, segment(lengths, 20, 4))
+    for x, found in ((key, summaries.key), (value, summaries.value)):
+        members = [[r for r in range(18) if r * 4 // 18 == s] for s in range(4)]
+        expected = torch.stack([x[:, :, tokens].mean(2) for tokens in members], dim=2)
+        torch.testing.assert_close(found, expected)
+    assert summaries.log_mass.exp().flatten().round().tolist() == [5, 4, 5, 4]
+
+
+def test_max_takes_the_largest_of_each_segment() -> None:
+    key, value = torch.randn(2, 1, 2, 20, 3)
+    summaries = make("max")(key, value, segment(torch.tensor([20]), 20, 4))
+    torch.testing.assert_close(summaries.key, key.unflatten(2, (4, 5)).amax(3))
+
+
+def test_gaussian_entries_are_fixed_and_have_variance_one_over_k() -> None:
+    module = make("gaussian", slots=50, max_length=2000)
+    assert not list(module.parameters())
+    for side in ("key", "value"):
+        entries = getattr(module, f"{side}_weight")
+        assert entries.mean().abs() < 0.002
+        assert entries.var().item() == pytest.approx(1 / 50, rel=0.02)
+    assert not torch.equal(module.key_weight, module.value_weight)
+    assert torch.equal(module.key_weight, make("gaussian", slots=50, max_length=2000).key_weight)
+    assert not torch.equal(module.key_weight, make("gaussian", slots=50, max_length=2000, seed=1).key_weight)
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_sharing_says_how_many_matrices_there_are(projection: str, sharing: str) -> None:
+    state = make(projection, sharing).state_dict()
+    shape = {"learned": (4, 24), "conv": (math.ceil(24 / 4), 3), "gaussian": (4, 24)}.get(projection)
+    sides = ["key_weight"] if sharing in ("key_value", "layers") else ["key_weight", "value_weight"]
+    heads = 2 if sharing == "none" else 1
+    expected = dict.fromkeys(sides, (heads, *shape)) if shape else {}
+    if projection == "learned":
+        expected["bias"] = (heads, 4)
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_one_set_of_weights_serves_every_length(projection: str) -> None:
+    module = make(projection)
+    for length in (1, 2, 7, 23, 24):
+        key, value = torch.randn(2, 1, 2, length, 3)
+        summaries = module(key, value, segment(torch.tensor([length]), length, 4))
+        assert summaries.key.shape == (1, 2, 4, 3)
+        assert summaries.key.isfinite().all()
+        # all of a row's mass, and no more
+        assert summaries.log_mass.exp().sum().item() == pytest.approx(length)
