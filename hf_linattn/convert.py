@@ -17,10 +17,13 @@ from .modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, Lin
 from .modeling.families import FAMILIES, MODEL_TYPE_PREFIX
 from .modeling.modeling_linattn import (
     AUTO_CLASSES,
+    HEAD_CLASSES,
     MODEL_CLASSES,
     LinAttnPreTrainedModel,
+    check_config,
     linear_attention,
     position_offset,
+    self_attentions,
 )
 
 POSITION_EXTENSIONS = ("repeat", "interpolate")
@@ -36,7 +39,7 @@ def convert(
     position_extension: str = "repeat",
     **from_pretrained_kwargs: Any,
 ) -> LinAttnPreTrainedModel:
-    """Give a pretrained encoder attention whose cost grows linearly with the length.
+    """Give a pretrained encoder or decoder attention whose cost grows linearly with the length.
 
     All weights of the checkpoint stay as they are. The attention modules get what their method needs
     (`config`), and the table of position embeddings is made longer where `max_length` asks for it.
@@ -159,14 +162,28 @@ def convert_checkpoint(
         _save_tokenizer(model_id, unfinished, model.config.linattn["max_length"], hub_kwargs)
         _save_generation_config(model_id, unfinished, hub_kwargs)
         unfinished.chmod(0o755)
-        if output_dir.exists() and overwrite:
-            shutil.rmtree(output_dir)
-        # fails, rather than replaces it, where another process has filled the folder since the check
-        unfinished.rename(output_dir)
+        _put_in_place(unfinished, output_dir, overwrite)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return model
+
+
+def _put_in_place(folder: Path, target: Path, overwrite: bool) -> None:
+    """Rename `folder` to `target`; what stood there is moved aside first, so that one of the two is always whole."""
+    aside = folder.with_name(f"{folder.name}-replaced")
+    if overwrite and target.exists():
+        target.rename(aside)
+    try:
+        # fails, rather than replaces it, where another process has filled the folder since the check
+        folder.rename(target)
+    except BaseException as error:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        if isinstance(error, OSError):
+            raise FileExistsError(f"output_dir={str(target)!r} was written by another process meanwhile.") from error
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _attention_config(config: AttentionConfig | str, seed: int | None) -> AttentionConfig:
@@ -195,11 +212,7 @@ def _converted_class(architecture: str, config: PreTrainedConfig) -> type[LinAtt
     """The converted class of an architecture such as "BertForMaskedLM"."""
     if config.model_type not in FAMILIES:
         raise _unsupported(config)
-    heads = {
-        by_family[config.model_type].__name__.removeprefix("LinAttn"): by_family[config.model_type]
-        for by_family in MODEL_CLASSES.values()
-        if config.model_type in by_family
-    }
+    heads = HEAD_CLASSES[config.model_type]
     if architecture not in heads:
         raise ValueError(
             f"{architecture} is no supported head of {config.model_type}. Supported are: {', '.join(sorted(heads))}. "
@@ -258,24 +271,30 @@ def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: i
     values = base.to_dict()
     for field in ("model_type", "transformers_version", "auto_map"):
         values.pop(field, None)
-    values["max_position_embeddings"] = max_length + offset
+    # GPT-2 calls it n_positions
+    name = getattr(base, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
+    values[name] = max_length + offset
     converted = CONFIG_CLASSES[base.model_type].from_dict({**values, "linattn": settings.to_dict()})
     converted.name_or_path = base.name_or_path
+    check_config(converted)
     return converted
 
 
 def _extend_positions(
     state: dict[str, Tensor], base: PreTrainedModel, config: LinAttnConfig, position_extension: str
 ) -> None:
-    """Lengthen the table of position embeddings in `state` to `config.max_position_embeddings` rows."""
-    name = FAMILIES[config.base_model_type].position_table
+    """Lengthen the table of position embeddings in `state` to what the config asks for; rotary models have none."""
+    family = FAMILIES[config.base_model_type]
+    if family.position_table is None:
+        return
+    name = family.position_table
     if base.base_model is not base:
         name = f"{base.base_model_prefix}.{name}"
-    table, offset = state[name], position_offset(config)
-    if table.shape[0] == config.max_position_embeddings:
+    table, offset = state[name], position_offset(config) + family.extra_rows
+    length = config.max_position_embeddings - position_offset(config)
+    if table.shape[0] == offset + length:
         return
     reserved, positions = table[:offset], table[offset:]
-    length = config.max_position_embeddings - offset
     if position_extension == "repeat":
         # the whole table again and again: neighbouring positions stay neighbours almost everywhere
         longer = positions.repeat(-(-length // positions.shape[0]), 1)[:length]
@@ -289,7 +308,7 @@ def _extend_positions(
 def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, Tensor]:
     """Initial parameters and buffers of the linear attention, by their names in the converted model."""
     family, settings = FAMILIES[config.base_model_type], config.attention
-    attentions = [name for name, module in base.named_modules() if type(module).__name__ == family.attention]
+    attentions = [name for name, _ in self_attentions(base, family)]
     state: dict[str, Tensor] = {}
     shared = None
     for index, name in enumerate(tqdm(attentions, desc="Converting", unit="layer", leave=False)):

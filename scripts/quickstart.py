@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from documents import joined_document
 from minilm import minilm_folder
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.utils import logging
 

@@ -19,8 +19,10 @@ from hf_linattn.modeling.projections import PROJECTIONS, SHARING
 
 POSITIONS = 64
 VOCABULARY = 100
-#: (family, auto class) of every head that can be converted
-HEADS = [(family, auto) for auto, by_family in MODEL_CLASSES.items() for family in sorted(by_family)]
+#: the families that read in both directions
+ENCODERS = ("albert", "bert", "camembert", "distilbert", "electra", "ernie", "roberta", "xlm-roberta")
+#: (family, auto class) of every head of theirs that can be converted
+HEADS = [(family, auto) for auto, by_family in MODEL_CLASSES.items() for family in ENCODERS if family in by_family]
 
 PURE: list[AttentionConfig] = [
     *(LinformerConfig(projection_length=8, projection=projection) for projection in PROJECTIONS),

@@ -10,13 +10,13 @@ from transformers import AutoTokenizer
 from hf_linattn import LinAttnPreTrainedModel, PerformerConfig, convert, convert_checkpoint
 from hf_linattn.modeling.families import FAMILIES
 
-from .helpers import HEADS, POSITIONS, tiny_model, tokens
+from .helpers import ENCODERS, HEADS, POSITIONS, tiny_model, tokens
 
 pytestmark = pytest.mark.core
 
 CONFIG = PerformerConfig(num_features=16, window_size=8)
-ALL_FAMILIES = pytest.mark.parametrize("family", FAMILIES)
-OFFSETS = {family: 2 if FAMILIES[family].positions_after_padding else 0 for family in FAMILIES}
+ALL_FAMILIES = pytest.mark.parametrize("family", ENCODERS)
+OFFSETS = {family: 2 if FAMILIES[family].positions_after_padding else 0 for family in ENCODERS}
 
 
 def position_table(model: torch.nn.Module) -> Tensor:
@@ -73,8 +73,8 @@ def assert_reads(model: LinAttnPreTrainedModel, length: int, offset: int) -> Non
 @pytest.mark.parametrize(("family", "auto"), HEADS)
 def test_everything_agrees_at_once_and_after_a_reload(tmp_path: Path, family: str, auto: str) -> None:
     model = convert(tiny_model(family, auto), CONFIG, max_length=150)
-    if auto == "AutoModelForMultipleChoice" and family == "camembert":
-        pytest.skip("CamembertForMultipleChoice itself does not run with every Transformers")
+    if auto == "AutoModelForMultipleChoice" and family in ("camembert", "xlm-roberta"):
+        pytest.skip("the base class of this head does not run with every Transformers")
     assert_reads(model, 150, OFFSETS[family])
     if auto in ("AutoModel", "AutoModelForMaskedLM"):
         model.save_pretrained(tmp_path)

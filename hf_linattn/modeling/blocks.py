@@ -1,4 +1,4 @@
-"""Sequences cut into blocks: what is near a query, and sums over all that is far from it.
+"""Rows of tokens, and rows cut into blocks: what is near a query, and sums over all that is far from it.
 
 Shapes: a *row* is one document of a batch; its keys stand left-aligned, `lengths[row]` of them real.
 `window` is the block size w and `blocks` = ceil(length / w). A key is *near* a query when it lies in
@@ -77,3 +77,36 @@ def near_mask(length: int, lengths: Tensor | None, window: int, global_tokens: i
         block = position // window
         near = near | ((block[:, None] - block[None, :]).abs() <= 1)
     return near.expand(length, length) & real[:, None, :]
+
+
+def at(x: Tensor, index: Tensor) -> Tensor:
+    """x (batch, heads, length, dim) at the positions (batch, positions) of each row, those outside clamped."""
+    # one index for all heads and dimensions: (batch, 1, positions, 1)
+    return x.take_along_dim(index.clamp(0, x.shape[2] - 1)[:, None, :, None], dim=2)
+
+
+def first_tokens(old: Tensor | None, new: Tensor, count: int, seen: Tensor) -> Tensor:
+    """The first `count` tokens of each row, (batch, heads, count, dim), once `new` came after `old` ones, if any."""
+    if not count:
+        return new[:, :, :0]
+    if old is None:
+        return F.pad(new[:, :, :count], (0, 0, 0, max(count - new.shape[2], 0)))
+    rank = torch.arange(count, device=new.device)
+    return at(torch.cat((old, new), dim=2), torch.where(rank < seen[:, None], rank, count + rank - seen[:, None]))
+
+
+def last_tokens(tokens: Tensor, count: int, lengths: Tensor | None, new: int) -> Tensor:
+    """The last `count` real tokens of each row; `tokens` are `count` older ones and `new` more, `lengths` real."""
+    if not count:
+        return tokens[:, :, :0]
+    if lengths is None:
+        return tokens[:, :, new:]
+    return at(tokens, lengths[:, None] + torch.arange(count, device=tokens.device))
+
+
+def after_end(out: Tensor, lengths: Tensor | None) -> Tensor:
+    """Zeros in place of the outputs (batch, heads, length, dim) of padding."""
+    if lengths is None:
+        return out
+    padding = torch.arange(out.shape[2], device=out.device) >= lengths[:, None]
+    return out.masked_fill(padding[:, None, :, None], 0.0)

@@ -14,14 +14,16 @@ into the window. With the first G keys, which are exact for all, every key j <= 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .causal_performer import after_end, first_tokens, last_tokens
+from .blocks import after_end, first_tokens, last_tokens
+from .cache import LinAttnCacheLayer
+from .configuration_linattn import LinformerConfig
 from .projections import PROJECTIONS
 
 # Queries that share one gathered list of keys, at least, and tokens that are worked on at a time.
@@ -493,3 +495,59 @@ def _reference_summary(projection: CausalProjection, side: str, x: Tensor, slot:
     if projection.projection == "conv":
         return (x * weight).mean(2, keepdim=True)
     return (x * (1 + weight[:, slot, :, None])).mean(2, keepdim=True)
+
+
+class CausalLinformerAttention(nn.Module):
+    """Causal Linformer attention of one layer: the module that hangs under a converted attention module.
+
+    `shared` is another layer's module whose E and F this layer uses (sharing="layers").
+    """
+
+    causal: ClassVar[bool] = True
+    projection: CausalProjection
+
+    def __init__(
+        self,
+        config: LinformerConfig,
+        *,
+        num_heads: int,
+        head_dim: int,
+        seed: int,
+        shared: "CausalLinformerAttention | None" = None,
+    ) -> None:
+        super().__init__()
+        assert config.max_length is not None, "the conversion sets it, and the model class checks it"
+        self.config = config
+        # in a tuple, so that the other layer's parameters are not registered, or saved, a second time
+        self._shared = (shared.projection,) if shared is not None else ()
+        if shared is None:
+            # nothing in it is random: no seed
+            self.projection = CausalProjection(
+                projection=config.projection,
+                sharing=config.sharing,
+                slots=config.projection_length,
+                max_length=config.max_length,
+                num_heads=num_heads,
+                head_dim=head_dim,
+            )
+
+    def reset_parameters(self) -> None:
+        if not self._shared:
+            self.projection.reset_parameters()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, cache: LinAttnCacheLayer | None
+    ) -> Tensor:
+        """As `causal_linformer_attention`, or, with a cache layer, `causal_linformer_prefill` from and to its state."""
+        config, projection = self.config, self._shared[0] if self._shared else self.projection
+        settings: dict[str, Any] = {
+            "lengths": lengths,
+            "window_size": config.window_size,
+            "global_tokens": config.global_tokens,
+            "near": config.near,
+            "far": config.far,
+        }
+        if cache is None:
+            return causal_linformer_attention(query, key, value, projection, **settings)
+        out, cache.state = causal_linformer_prefill(query, key, value, projection, cache.state, **settings)
+        return out

@@ -18,8 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import from_blocks, to_blocks
+from .blocks import after_end, at, first_tokens, from_blocks, last_tokens, to_blocks
+from .cache import LinAttnCacheLayer
 from .feature_maps import FeatureMap, Features
+from .joined_softmax import NEVER, Partial, exact_part, finite, join
+from .performer import PerformerAttention
 
 # Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.
 _CHUNK, _LEAST_CHUNK = 128, 64
@@ -30,7 +33,6 @@ _SIGNED_MASS_FLOOR = 1e-2
 # Least estimate, as a share of what the scales of a query and a key allow. Smaller ones would be lost to
 # underflow, and with no other key in sight (window_size=0) a query would be left with no mass at all.
 _LEAST_ESTIMATE = 1e-30
-_NEVER = float("-inf")
 
 
 class CausalPerformerState(NamedTuple):
@@ -62,82 +64,6 @@ class CausalPerformerState(NamedTuple):
     waiting_shift: Tensor
 
 
-class Partial(NamedTuple):
-    """A softmax over some of the keys, before the division.
-
-    shift: (..., 1), scale of `total`, -inf for a query that has no such keys.
-    total: (..., value_dim + 1), sum of exp(logit - shift) times the value and, last, times one.
-    """
-
-    shift: Tensor
-    total: Tensor
-
-
-def finite(shift: Tensor) -> Tensor:
-    """A shift that can be subtracted: where there are no keys, and any number will do, zero."""
-    return shift.nan_to_num(neginf=0.0)
-
-
-def exact_part(logits: Tensor, seen: Tensor, value_and_one: Tensor) -> Partial:
-    """Exact attention of logits (..., queries, keys) to the keys where `seen` is True."""
-    logits = logits.masked_fill(~seen, _NEVER)
-    shift = logits.detach().amax(-1, keepdim=True)
-    return Partial(shift, (logits - finite(shift)).exp() @ value_and_one)
-
-
-def join(parts: list[Partial]) -> Tensor:
-    """One softmax over the keys of all parts; zeros for a query that has none."""
-    total = parts[0].total
-    if len(parts) > 1:
-        parts = [_own_scale(part) for part in parts]
-        shift = finite(torch.stack([part.shift for part in parts]).amax(0))
-        total = torch.stack([(part.shift - shift).exp() * part.total for part in parts]).sum(0)
-    mass = total[..., -1:]
-    none = mass < torch.finfo(mass.dtype).tiny
-    return (total[..., :-1] / mass.masked_fill(none, 1.0)).masked_fill(none, 0.0)
-
-
-def _own_scale(part: Partial) -> Partial:
-    """The same with a mass of 1: what is small for its scale must not outdo other parts that are on a lower one."""
-    mass = part.total[..., -1:].detach()
-    none = mass < torch.finfo(mass.dtype).tiny
-    mass = mass.masked_fill(none, 1.0)
-    return Partial((part.shift + mass.log()).masked_fill(none, _NEVER), part.total / mass)
-
-
-def at(x: Tensor, index: Tensor) -> Tensor:
-    """x (batch, heads, length, dim) at the positions (batch, positions) of each row, those outside clamped."""
-    # one index for all heads and dimensions: (batch, 1, positions, 1)
-    return x.take_along_dim(index.clamp(0, x.shape[2] - 1)[:, None, :, None], dim=2)
-
-
-def first_tokens(old: Tensor | None, new: Tensor, count: int, seen: Tensor) -> Tensor:
-    """The first `count` tokens of each row, (batch, heads, count, dim), once `new` came after `old` ones, if any."""
-    if not count:
-        return new[:, :, :0]
-    if old is None:
-        return F.pad(new[:, :, :count], (0, 0, 0, max(count - new.shape[2], 0)))
-    rank = torch.arange(count, device=new.device)
-    return at(torch.cat((old, new), dim=2), torch.where(rank < seen[:, None], rank, count + rank - seen[:, None]))
-
-
-def last_tokens(tokens: Tensor, count: int, lengths: Tensor | None, new: int) -> Tensor:
-    """The last `count` real tokens of each row; `tokens` are `count` older ones and `new` more, `lengths` real."""
-    if not count:
-        return tokens[:, :, :0]
-    if lengths is None:
-        return tokens[:, :, new:]
-    return at(tokens, lengths[:, None] + torch.arange(count, device=tokens.device))
-
-
-def after_end(out: Tensor, lengths: Tensor | None) -> Tensor:
-    """Zeros in place of the outputs (batch, heads, length, dim) of padding."""
-    if lengths is None:
-        return out
-    padding = torch.arange(out.shape[2], device=out.device) >= lengths[:, None]
-    return out.masked_fill(padding[:, None, :, None], 0.0)
-
-
 def _features(feature_map: FeatureMap, x: Tensor, side: str) -> Features:
     """The map's features and, if they can be negative, one more for the keys' largest possible mass.
 
@@ -159,7 +85,7 @@ def _expand(features: Features, shift: Tensor) -> Tensor:
 
 def _sum_up(features: Features, value_and_one: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     """S and z of the keys where `held` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1)."""
-    log_phi = features.log_phi.masked_fill(~held, _NEVER)
+    log_phi = features.log_phi.masked_fill(~held, NEVER)
     # the largest exponent of each feature, so that no query finds all features underflown
     shift = log_phi.detach().amax(-2, keepdim=True)
     phi = _expand(Features(log_phi, features.factor), -finite(shift))
@@ -204,7 +130,7 @@ def _read(query: Features, sums: Tensor, shift: Tensor, signed: bool) -> Partial
     total = _expand(query, finite(shift) - read_shift) @ sums
     if signed:
         total = _floor(total, sums[..., -1:, -1:])
-    return Partial(read_shift.masked_fill(shift[..., :1] == _NEVER, _NEVER), total)
+    return Partial(read_shift.masked_fill(shift[..., :1] == NEVER, NEVER), total)
 
 
 def _floor(total: Tensor, largest: Tensor) -> Tensor:
@@ -250,7 +176,7 @@ def _far_part(
     # key in this one: the rest must not matter to queries that do not see it.
     first = held.to(torch.uint8).argmax(3, keepdim=True)
     log_first = key.log_phi.detach().take_along_dim(first, dim=3)
-    log_first = log_first.masked_fill(~held.any(3, keepdim=True), _NEVER)
+    log_first = log_first.masked_fill(~held.any(3, keepdim=True), NEVER)
     base = torch.maximum(before_shift, log_first)
     before, base = _rescale(before, before_shift, base), finite(base)
     read_shift = (query.log_phi + base).detach().amax(-1, keepdim=True)
@@ -258,13 +184,13 @@ def _far_part(
     # and per key a scale of its own, (batch, heads, chunks, chunk, 1), given back below
     key_shift = (key.log_phi - base).detach().amax(-1, keepdim=True)
     phi_key = _expand(key, -base - key_shift)
-    key_shift = key_shift.masked_fill(~held, _NEVER)
+    key_shift = key_shift.masked_fill(~held, NEVER)
     level = _running_level(key_shift, window)
     # the largest scale that a query finds; that of the earlier chunks is 0
-    level = torch.maximum(level, torch.zeros_like(level).masked_fill(before_shift[..., :1] == _NEVER, _NEVER))
+    level = torch.maximum(level, torch.zeros_like(level).masked_fill(before_shift[..., :1] == NEVER, NEVER))
     position = torch.arange(chunk, device=level.device)
     seen = position[:, None] // window > position // window if window else position[:, None] >= position
-    scale = (key_shift.transpose(-1, -2) - finite(level)).masked_fill(~seen, _NEVER).exp()
+    scale = (key_shift.transpose(-1, -2) - finite(level)).masked_fill(~seen, NEVER).exp()
     earlier = (-finite(level)).exp()
     estimate = phi_query @ phi_key.transpose(-1, -2)
     if not (window or signed):
@@ -282,7 +208,7 @@ def _running_level(key_shift: Tensor, window: int) -> Tensor:
         return key_shift.cummax(3).values
     # split the chunk into blocks, take the maximum of each: (batch, heads, chunks, blocks, 1, 1)
     blocks = key_shift.unflatten(3, (-1, window)).amax(4, keepdim=True).cummax(3).values
-    earlier = torch.cat((torch.full_like(blocks[:, :, :, :1], _NEVER), blocks[:, :, :, :-1]), dim=3)
+    earlier = torch.cat((torch.full_like(blocks[:, :, :, :1], NEVER), blocks[:, :, :, :-1]), dim=3)
     # every position of a block has the same: blocks and positions back into one chunk
     return earlier.expand(-1, -1, -1, -1, window, -1).flatten(3, 4)
 
@@ -325,9 +251,9 @@ def causal_performer_state(
         tokens(key, 2 * window_size),
         tokens(value, 2 * window_size),
         key.new_zeros(batch, heads, num_features, value.shape[-1] + 1, dtype=dtype),
-        key.new_full((batch, heads, 1, scales), _NEVER, dtype=dtype),
+        key.new_full((batch, heads, 1, scales), NEVER, dtype=dtype),
         key.new_zeros(batch, heads, num_features * waiting, value.shape[-1] + 1, dtype=dtype),
-        key.new_full((batch, heads, 1, scales * waiting), _NEVER, dtype=dtype),
+        key.new_full((batch, heads, 1, scales * waiting), NEVER, dtype=dtype),
     )
 
 
@@ -554,7 +480,7 @@ def _step(
             full = (seen % window == 0)[:, None, None, None]
             merged = _add(sums, shift, *waiting)
             sums, shift = torch.where(full, merged[0], sums), torch.where(full, merged[1], shift)
-            waiting = waiting[0].masked_fill(full, 0.0), waiting[1].masked_fill(full, _NEVER)
+            waiting = waiting[0].masked_fill(full, 0.0), waiting[1].masked_fill(full, NEVER)
     near_key, near_value = (last_tokens(x, 2 * window, lengths, 1) for x in (keys, values))
     return after_end(join(parts), lengths).to(value.dtype), CausalPerformerState(
         seen, global_key, global_value, near_key, near_value, sums, shift, *waiting
@@ -593,3 +519,26 @@ def causal_performer_attention_reference(
     # a query that sees no key at all gets zeros
     out = weights @ value / mass.where(mass != 0, torch.ones_like(mass))
     return after_end(out, lengths)
+
+
+class CausalPerformerAttention(PerformerAttention):
+    """Causal Performer attention of one layer: the module that hangs under a converted attention module."""
+
+    causal = True
+
+    def forward(  # type: ignore[override]  # a state in, a state out
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, cache: LinAttnCacheLayer | None
+    ) -> Tensor:
+        """As `causal_performer_attention`, or, with a cache layer, `causal_performer_prefill` from and to its state."""
+        config = self.config
+        settings: dict[str, Any] = {
+            "lengths": lengths,
+            "window_size": config.window_size,
+            "global_tokens": config.global_tokens,
+            "near": config.near,
+            "far": config.far,
+        }
+        if cache is None:
+            return causal_performer_attention(query, key, value, self.feature_map, **settings)
+        out, cache.state = causal_performer_prefill(query, key, value, self.feature_map, cache.state, **settings)
+        return out

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import transformers
 from transformers import PreTrainedConfig
 
+# `blocks` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and nothing further
+from .blocks import to_blocks  # noqa: F401
 from .families import FAMILIES, MODEL_TYPE_PREFIX
 from .feature_maps import FEATURE_MAPS
 from .projections import PROJECTIONS, SHARING

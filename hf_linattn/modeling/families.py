@@ -11,17 +11,26 @@ class Family:
         model_type: its `model_type` in Transformers.
         prefix: the start of its class names.
         attention: name of its self-attention class, one instance of which serves one layer.
-        position_table: where the learned position embeddings stand in the base model.
-        positions_after_padding: position ids start at pad_token_id + 1, not at 0.
+        causal: a decoder: a token sees itself and earlier ones.
+        position_table: where the learned position embeddings stand in the base model; None for rotary positions.
+        positions_after_padding: position ids start at pad_token_id + 1, and `max_position_embeddings` counts
+            the rows before them.
+        extra_rows: rows of the table before position 0 that `max_position_embeddings` does not count.
         shares_layers: one attention module serves several layers.
+        body: the part of the base model that is called with the inputs, where it is not the base model.
+        other_heads: classes that no auto class loads.
     """
 
     model_type: str
     prefix: str
     attention: str
-    position_table: str = "embeddings.position_embeddings.weight"
+    causal: bool = False
+    position_table: str | None = "embeddings.position_embeddings.weight"
     positions_after_padding: bool = False
+    extra_rows: int = 0
     shares_layers: bool = False
+    body: str = ""
+    other_heads: tuple[str, ...] = ()
 
 
 _FAMILIES = (
@@ -33,12 +42,28 @@ _FAMILIES = (
     Family(model_type="distilbert", prefix="DistilBert", attention="DistilBertSelfAttention"),
     Family(model_type="electra", prefix="Electra", attention="ElectraSelfAttention"),
     Family(model_type="ernie", prefix="Ernie", attention="ErnieSelfAttention"),
+    Family(
+        model_type="gpt2",
+        prefix="GPT2",
+        attention="GPT2Attention",
+        causal=True,
+        position_table="wpe.weight",
+        other_heads=("GPT2DoubleHeadsModel",),
+    ),
+    Family(model_type="gpt_neox", prefix="GPTNeoX", attention="GPTNeoXAttention", causal=True, position_table=None),
+    Family(model_type="llama", prefix="Llama", attention="LlamaAttention", causal=True, position_table=None),
+    Family(
+        model_type="opt",
+        prefix="OPT",
+        attention="OPTAttention",
+        causal=True,
+        position_table="decoder.embed_positions.weight",
+        extra_rows=2,
+        body="decoder",
+    ),
     Family(model_type="roberta", prefix="Roberta", attention="RobertaSelfAttention", positions_after_padding=True),
     Family(
-        model_type="xlm-roberta",
-        prefix="XLMRoberta",
-        attention="XLMRobertaSelfAttention",
-        positions_after_padding=True,
+        model_type="xlm-roberta", prefix="XLMRoberta", attention="XLMRobertaSelfAttention", positions_after_padding=True
     ),
 )
 

@@ -6,6 +6,8 @@ where slot s stands for c_s tokens, all of them far from i, so that a far key th
 is summarised without error.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -161,6 +163,7 @@ class LinformerAttention(nn.Module):
     `shared` is another layer's module whose E and F this layer uses (sharing="layers").
     """
 
+    causal: ClassVar[bool] = False
     projection: Projection
 
     def __init__(

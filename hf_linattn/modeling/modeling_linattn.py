@@ -4,19 +4,29 @@
 made from Transformers' own list of heads, and are attributes of this module under their names.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+# all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
+from .blocks import to_blocks  # noqa: F401
+from .cache import prepare_cache, tokens_seen
+from .causal_linformer import CausalLinformerAttention
+from .causal_performer import CausalPerformerAttention
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
 from .families import FAMILIES, Family
+from .feature_maps import FeatureMap  # noqa: F401
+from .joined_softmax import join  # noqa: F401
 from .linformer import LinformerAttention
 from .performer import PerformerAttention
+from .projections import Projection  # noqa: F401
 from .seam import ATTENTION_NAME
 
 #: The heads that can be converted, by the auto class that loads them.
@@ -29,10 +39,18 @@ AUTO_CLASSES = (
     "AutoModelForMultipleChoice",
     "AutoModelForQuestionAnswering",
     "AutoModelForNextSentencePrediction",
+    "AutoModelForCausalLM",
 )
 
-LinearAttention: TypeAlias = LinformerAttention | PerformerAttention
-_METHOD_MODULES: dict[str, type[Any]] = {"linformer": LinformerAttention, "performer": PerformerAttention}
+# (method, causal) -> module
+_METHOD_MODULES: dict[tuple[str, bool], type[Any]] = {
+    ("linformer", False): LinformerAttention,
+    ("linformer", True): CausalLinformerAttention,
+    ("performer", False): PerformerAttention,
+    ("performer", True): CausalPerformerAttention,
+}
+_METHOD_CLASSES = (LinformerAttention, CausalLinformerAttention, PerformerAttention)
+LinearAttention: TypeAlias = LinformerAttention | CausalLinformerAttention | PerformerAttention
 
 
 class LinAttnPreTrainedModel(PreTrainedModel):
@@ -43,10 +61,13 @@ class LinAttnPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LinAttnConfig, *inputs: Any, **kwargs: Any) -> None:
         attention_config = config.attention
         family = FAMILIES[config.base_model_type]
-        _check_config(config, attention_config, family)
+        check_config(config)
         super().__init__(config, *inputs, **kwargs)
         _attach(self, family, attention_config)
-        self.base_model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        body: Any = self.base_model.get_submodule(family.body)
+        # indices of the layers whose state is kept in the cache
+        body.linattn_layers = _converted_layers(config) if family.causal else ()
+        body.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     @property
     def attention_config(self) -> AttentionConfig:
@@ -56,7 +77,7 @@ class LinAttnPreTrainedModel(PreTrainedModel):
     def linear_attentions(self) -> Iterator[tuple[str, LinearAttention]]:
         """Names and modules of the converted layers' linear attention, first layer first."""
         for name, module in self.named_modules():
-            if isinstance(module, (LinformerAttention, PerformerAttention)):
+            if isinstance(module, _METHOD_CLASSES):
                 yield name, module
 
     def redraw_features(self) -> None:
@@ -96,28 +117,52 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
-def _check_config(config: LinAttnConfig, attention_config: AttentionConfig, family: Family) -> None:
-    name = type(config).__name__
-    if getattr(config, "is_decoder", False):
+def check_config(config: LinAttnConfig) -> None:
+    """Whether the attention settings and the model's config fit together.
+
+    Raises:
+        ValueError: they do not; the message names the field.
+    """
+    name, settings, family = type(config).__name__, config.attention, FAMILIES[config.base_model_type]
+    if getattr(config, "is_decoder", False) and not family.causal:
         raise ValueError(f"{name}: is_decoder=True is not supported: a converted {family.model_type} is an encoder.")
-    if attention_config.max_length is None:
+    if settings.max_length is None:
         raise ValueError(f"{name}: linattn.max_length is missing; hf_linattn.convert sets it.")
     positions = config.max_position_embeddings - position_offset(config)
-    if attention_config.max_length > positions:
+    if settings.max_length > positions:
         raise ValueError(
-            f"{name}: linattn.max_length={attention_config.max_length} is more than the {positions} positions of "
+            f"{name}: linattn.max_length={settings.max_length} is more than the {positions} positions of "
             f"max_position_embeddings={config.max_position_embeddings}."
         )
-    if attention_config.layers is not None:
+    if family.causal and getattr(settings, "projection", None) == "gaussian":
+        raise ValueError(
+            f"{name}: projection='gaussian' cannot be causal: each of its slots mixes all tokens of a document, so "
+            "that none is finished before the document ends. Use learned, mean, max or conv."
+        )
+    if settings.layers is not None:
         if family.shares_layers:
             raise ValueError(
-                f"{name}: layers={attention_config.layers} cannot be chosen: {family.model_type} has one attention "
+                f"{name}: layers={settings.layers} cannot be chosen: {family.model_type} has one attention "
                 "module for all layers."
             )
-        if max(attention_config.layers) >= config.num_hidden_layers:
+        if max(settings.layers) >= config.num_hidden_layers:
             raise ValueError(
-                f"{name}: layers={attention_config.layers}; the model has layers 0 to {config.num_hidden_layers - 1}."
+                f"{name}: layers={settings.layers}; the model has layers 0 to {config.num_hidden_layers - 1}."
             )
+
+
+def _converted_layers(config: LinAttnConfig) -> tuple[int, ...]:
+    layers = config.attention.layers
+    return tuple(range(config.num_hidden_layers)) if layers is None else tuple(layers)
+
+
+def self_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    """Names and modules of a model's self-attention, one for each layer."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).__name__ == family.attention and not getattr(module, "is_cross_attention", False)
+    ]
 
 
 def position_offset(config: Any) -> int:
@@ -128,9 +173,8 @@ def position_offset(config: Any) -> int:
 
 def _attach(model: nn.Module, family: Family, config: AttentionConfig) -> None:
     """Hang one linear attention module, named `linattn`, under each attention module that is converted."""
-    attentions = [module for module in model.modules() if type(module).__name__ == family.attention]
     shared = None
-    for index, attention in enumerate(attentions):
+    for index, (_, attention) in enumerate(self_attentions(model, family)):
         if config.layers is not None and index not in config.layers:
             continue
         attention.linattn = linear_attention(config, model.config, index, shared)
@@ -146,76 +190,102 @@ def linear_attention(
     `shared` is the first layer's module where all layers share one projection.
     """
     options = {"shared": shared} if shared is not None else {}
-    return _METHOD_MODULES[config.method](
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    return _METHOD_MODULES[config.method, FAMILIES[model_config.base_model_type].causal](
         config,
         num_heads=model_config.num_attention_heads,
-        head_dim=model_config.hidden_size // model_config.num_attention_heads,
+        head_dim=head_dim,
         # far apart: no two layers of any two seeds that people choose draw the same numbers
         seed=config.seed * 1_000_003 + index,
         **options,
     )
 
 
-def _before_forward(base_model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Checks of the inputs that would otherwise fail deep inside, or not at all; and the redraw in training."""
-    config = base_model.config
-    settings = config.linattn
-    inputs = kwargs.get("input_ids", args[0] if args else None)
-    embeds = kwargs.get("inputs_embeds")
-    shape = inputs.shape if inputs is not None else embeds.shape[:-1] if embeds is not None else None
-    if shape is not None and shape[-1] > settings["max_length"]:
-        raise ValueError(
-            f"The input is {shape[-1]} tokens long, and the model takes at most max_length={settings['max_length']}. "
-            "Truncate it, or convert the base model with a higher max_length."
-        )
+def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Checks of the inputs that would otherwise fail deep inside, or not at all; the redraw in training; the cache."""
+    config: Any = body.config
+    settings, layers = config.linattn, body.linattn_layers
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
         raise ValueError(
             "output_attentions=True: linear attention forms no matrix of attention probabilities. Ask the base model."
         )
-    if base_model.training and settings.get("redraw_interval"):
-        for module in base_model.modules():
+    if body.training and settings.get("redraw_interval"):
+        for module in body.modules():
             if isinstance(module, PerformerAttention):
                 module.count_training_forward()
+
+    cache = None
+    if layers:
+        names = list(inspect.signature(body.forward).parameters)
+        kwargs |= dict(zip(names, args, strict=False))
+        args = ()
+        # older versions of Transformers call it past_key_values, and newer ones still accept that
+        keyword = next(name for name in ("cache", "past_key_values") if name in names)
+        cache = kwargs.get(keyword) if kwargs.get(keyword) is not None else kwargs.pop("past_key_values", None)
+        use_cache = kwargs.get("use_cache")
+        use_cache = config.use_cache if use_cache is None else use_cache
+        if cache is None and use_cache and not (body.training and getattr(body, "gradient_checkpointing", False)):
+            cache = DynamicCache(config=config)
+        if cache is not None:
+            prepare_cache(cache, layers)
+            kwargs[keyword] = cache
+
+    inputs = kwargs.get("input_ids", args[0] if args else None)
+    embeds = kwargs.get("inputs_embeds")
+    shape = inputs.shape if inputs is not None else embeds.shape[:-1] if embeds is not None else None
+    length = 0 if shape is None else shape[-1] + tokens_seen(cache)
+    if length > settings["max_length"]:
+        raise ValueError(
+            f"The input is {length} tokens long, and the model takes at most max_length={settings['max_length']}. "
+            "Truncate it, or convert the base model with a higher max_length."
+        )
+    return args, kwargs
 
 
 def auto_map(model_type: str) -> dict[str, str]:
     """Auto class -> file.class for every head of a family, as `trust_remote_code` loading reads it."""
-    config_class = CONFIG_CLASSES[model_type]
-    entries: dict[str, type] = {"AutoConfig": config_class}
+    entries: dict[str, type] = {"AutoConfig": CONFIG_CLASSES[model_type]}
     entries |= {auto: classes[model_type] for auto, classes in MODEL_CLASSES.items() if model_type in classes}
     return {auto: f"{cls.__module__.rpartition('.')[-1]}.{cls.__name__}" for auto, cls in entries.items()}
 
 
-def _model_classes() -> dict[str, dict[str, type[LinAttnPreTrainedModel]]]:
-    """Auto class -> base model_type -> converted model class."""
-    made: dict[type, type[LinAttnPreTrainedModel]] = {}
-    classes: dict[str, dict[str, type[LinAttnPreTrainedModel]]] = {}
+def _model_class(base: type[PreTrainedModel], family: Family, auto_class: str) -> type[LinAttnPreTrainedModel]:
+    return type(
+        f"LinAttn{base.__name__}",
+        (LinAttnPreTrainedModel, base),
+        {
+            "__module__": __name__,
+            "__doc__": f"`{base.__name__}` converted to linear attention.",
+            "config_class": CONFIG_CLASSES[family.model_type],
+            "_auto_class": auto_class,
+            # a state that cannot go back: generate() then refuses what needs that
+            "_is_stateful": family.causal,
+        },
+    )
+
+
+def _heads(family: Family) -> Iterator[tuple[str, type[PreTrainedModel]]]:
+    """The heads of a family that can be converted, each with the auto class that loads it."""
+    # the family's own config comes after LinAttnConfig in the list of bases
+    base_config = CONFIG_CLASSES[family.model_type].__bases__[1]
     for auto in AUTO_CLASSES:
         mapping = getattr(modeling_auto, auto)._model_mapping
-        classes[auto] = {}
-        for model_type, config_class in CONFIG_CLASSES.items():
-            # the family's own config comes after LinAttnConfig in the list of bases
-            base_config = config_class.__bases__[1]
-            if base_config not in mapping:
-                continue
-            base = mapping[base_config]
-            if base not in made:
-                made[base] = type(
-                    f"LinAttn{base.__name__}",
-                    (LinAttnPreTrainedModel, base),
-                    {
-                        "__module__": __name__,
-                        "__doc__": f"`{base.__name__}` converted to linear attention.",
-                        "config_class": config_class,
-                        "_auto_class": auto,
-                    },
-                )
-            classes[auto][model_type] = made[base]
-    return classes
+        # an encoder's causal head makes a decoder of it
+        if base_config in mapping and (family.causal or auto != "AutoModelForCausalLM"):
+            yield auto, mapping[base_config]
 
 
-#: Auto class -> base model_type -> model class; each class is also an attribute of this module.
-MODEL_CLASSES = _model_classes()
-for _classes in MODEL_CLASSES.values():
-    for _class in _classes.values():
+#: base model_type -> name of the base class -> converted class; each is also an attribute of this module
+HEAD_CLASSES: dict[str, dict[str, type[LinAttnPreTrainedModel]]] = {}
+#: auto class -> base model_type -> the converted class that it loads
+MODEL_CLASSES: dict[str, dict[str, type[LinAttnPreTrainedModel]]] = {auto: {} for auto in AUTO_CLASSES}
+for _family in FAMILIES.values():
+    _made = HEAD_CLASSES[_family.model_type] = {}
+    for _auto, _base in _heads(_family):
+        if _base.__name__ not in _made:
+            _made[_base.__name__] = _model_class(_base, _family, _auto)
+        MODEL_CLASSES[_auto][_family.model_type] = _made[_base.__name__]
+    for _name in _family.other_heads:
+        _made[_name] = _model_class(getattr(transformers, _name), _family, "AutoModelForPreTraining")
+    for _class in _made.values():
         setattr(sys.modules[__name__], _class.__name__, _class)

@@ -6,6 +6,8 @@ with S_i = sum_{j far from i} phi(k_j) v_j^T and z_i = sum_{j far from i} phi(k_
 in float32, whatever the inputs: exponents of half-precision logits would be off by several per cent.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -13,6 +15,7 @@ from transformers import initialization as init
 from .blocks import far_sums, from_blocks, near_keys, near_mask, row_lengths, to_blocks, with_neighbours
 from .configuration_linattn import PerformerConfig
 from .feature_maps import FeatureMap, Features
+from .joined_softmax import NEVER, Partial, exact_part, finite, join
 
 # Least share of the largest possible mass that a map with negative features is taken to have: such an
 # estimate can come out as zero or below, and this bounds the output by 1,000 times the largest value.
@@ -60,11 +63,11 @@ def performer_attention(
     key_features = feature_map(key, "key")
     log_phi = key_features.log_phi
     if lengths is not None or global_tokens:
-        log_phi = log_phi.masked_fill(~is_far[:, None, :, None], float("-inf"))
+        log_phi = log_phi.masked_fill(~is_far[:, None, :, None], NEVER)
     # Largest exponent of each feature over the keys: taken out here and given back to the queries, it
     # cancels exactly, and leaves every feature a key that counts as one. Nothing can overflow, and no
     # query finds all features underflown. (A row without far keys has -inf: any finite number will do.)
-    key_shift = log_phi.detach().amax(dim=2, keepdim=True).nan_to_num(neginf=0.0)
+    key_shift = finite(log_phi.detach().amax(dim=2, keepdim=True))
     phi_key = _expand(Features(log_phi, key_features.factor), -key_shift)
 
     query_features = feature_map(query, "query")
@@ -77,19 +80,16 @@ def performer_attention(
     value_and_one = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
     query_blocks, value_blocks = to_blocks(query, window), to_blocks(value_and_one, window)
 
-    terms = []  # (logits, values) of the exact parts, per block of queries
+    parts = []  # of each query's softmax: exact ones, and the estimate
     if near and window_size:
         logits = query_blocks @ with_neighbours(to_blocks(key, window)).transpose(-1, -2)
         seen = near_keys(real_lengths, query_blocks.shape[2], window, global_tokens)
-        terms.append((logits.masked_fill(~seen[:, None, :, None], float("-inf")), with_neighbours(value_blocks)))
+        parts.append(exact_part(logits, seen[:, None, :, None], with_neighbours(value_blocks)))
     if near and global_tokens:
         # the first keys, seen from every block: (batch, heads, 1, global_tokens, dim)
         logits = query_blocks @ key[:, :, None, :global_tokens].transpose(-1, -2)
         seen = position[:global_tokens] < real_lengths[:, None]
-        logits = logits.masked_fill(~seen[:, None, None, None], float("-inf"))
-        terms.append((logits, value_and_one[:, :, None, :global_tokens]))
-
-    summary = torch.zeros((), device=query.device)
+        parts.append(exact_part(logits, seen[:, None, None, None], value_and_one[:, :, None, :global_tokens]))
     if far:
         per_block = to_blocks(phi_key, window).transpose(-1, -2) @ value_blocks
         # (batch, heads, blocks, features, value_dim + 1): S and z of all blocks that are far from a block
@@ -102,15 +102,8 @@ def performer_attention(
             largest = far_sums(per_block) if window_size else per_block
             mass = torch.maximum(summary[..., -1:], _SIGNED_MASS_FLOOR * largest)
             summary = torch.cat((summary[..., :-1], mass), dim=-1)
-    if terms:
-        far_shift = to_blocks(query_shift, window)
-        shifts = [logits.detach().amax(-1, keepdim=True) for logits, _ in terms] + [far_shift] * far
-        shift = torch.stack(torch.broadcast_tensors(*shifts)).amax(0).nan_to_num(neginf=0.0)
-        exact = sum(((logits - shift).exp() @ values for logits, values in terms), start=summary.new_zeros(()))
-        summary = exact + (far_shift - shift).exp() * summary if far else exact
-    total = from_blocks(summary, length)
-    # a query that sees no key at all gets zeros
-    return (total[..., :-1] / total[..., -1:].clamp_min(torch.finfo(total.dtype).tiny)).to(dtype)
+        parts.append(Partial(to_blocks(query_shift, window), summary))
+    return from_blocks(join(parts), length).to(dtype)
 
 
 def performer_attention_reference(
@@ -151,6 +144,7 @@ def performer_attention_reference(
 class PerformerAttention(nn.Module):
     """Performer attention of one layer: the module that hangs under a converted attention module."""
 
+    causal: ClassVar[bool] = False
     training_forwards: Tensor
 
     def __init__(self, config: PerformerConfig, *, num_heads: int, head_dim: int, seed: int) -> None:

@@ -1,7 +1,7 @@
 """Where converted attention meets Transformers: one attention function and one mask function.
 
 Every model with `_supports_attention_backend` looks both up by the name in `config._attn_implementation`.
-The mask stays small. It is what `linattn_mask` returns:
+The mask stays small. It is what `linattn_mask` returns, over all tokens that the layers have seen:
 
     None                     nothing is padded
     (batch,) long            rows are padded at the end only; how many real tokens each has
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from .cache import LinAttnCacheLayer, cache_layer
 
 # One name per loaded copy of this code: a checkpoint pinned to older remote code keeps its own functions.
 ATTENTION_NAME = f"linattn.{__package__}"
@@ -33,9 +35,12 @@ def linattn_mask(
     Raises:
         ValueError: the mask is not (batch, length), or the model asks for more than a padding mask.
     """
-    if mask_function is not None and mask_function is not bidirectional_mask_function:
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    # while tracing, Transformers asks for a mask of packed sequences whether there are any or not
+    if not tracing and mask_function not in (None, bidirectional_mask_function, causal_mask_function):
         raise ValueError(
-            "A converted encoder takes padding masks only: causal, sliding-window and custom masks are not supported."
+            "A converted model takes padding masks only: sliding windows, custom masks and several documents packed "
+            "into one row (position_ids that start again) are not supported. Give each document a row of its own."
         )
     if attention_mask is None:
         return None
@@ -44,13 +49,17 @@ def linattn_mask(
             f"attention_mask has shape {tuple(attention_mask.shape)}; a converted model takes (batch, length), "
             "since a mask per query and key would grow with the square of the length."
         )
+    if attention_mask.shape[-1] != kv_length:
+        raise ValueError(
+            f"attention_mask has {attention_mask.shape[-1]} columns for {kv_length} tokens, the cached ones included."
+        )
     mask = attention_mask.bool()
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if tracing:
         return mask
     # looked at once per forward pass, not once per layer
     if bool(mask.all()):
         return None
-    if bool((mask[:, 1:] <= mask[:, :-1]).all()):
+    if q_length == kv_length and bool((mask[:, 1:] <= mask[:, :-1]).all()):
         return mask.sum(-1)
     return mask
 
@@ -68,7 +77,8 @@ def linattn_attention_forward(
     """The attention function: the linear attention under `module`, or softmax where there is none.
 
     Args:
-        query, key, value: (batch, heads, length, head_dim).
+        query: (batch, heads, length, head_dim).
+        key, value: the same, or with fewer heads that several query heads share.
         attention_mask: as `linattn_mask` returns it.
         dropout: applied by softmax layers only; linear attention forms no probabilities to drop.
 
@@ -83,38 +93,68 @@ def linattn_attention_forward(
             f"attention_mask has shape {tuple(attention_mask.shape)}; a converted model takes (batch, length)."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cache = cache_layer(key)
+    if groups := query.shape[1] // key.shape[1] - 1:
+        # (batch, key heads, ...) -> (batch, heads, ...): each for the query heads that share it
+        key, value = (x.repeat_interleave(groups + 1, dim=1) for x in (key, value))
     linear = getattr(module, "linattn", None)
     if linear is None:
-        out = _softmax_attention(query, key, value, attention_mask, scaling, dropout)
+        causal = getattr(module, "is_causal", False)
+        out = _softmax_attention(query, key, value, attention_mask, scaling, dropout, causal)
     else:
+        dtype = value.dtype
+        if getattr(module, "reorder_and_upcast_attn", False):
+            query, key, value = query.float(), key.float(), value.float()
         # half of the scale to each side: the methods then work with exp(q.k)
-        out = _linear_attention(linear, query * scaling**0.5, key * scaling**0.5, value, attention_mask)
+        query, key = query * scaling**0.5, key * scaling**0.5
+        out = _linear_attention(linear, query, key, value, attention_mask, cache).to(dtype)
     # heads after positions, as Transformers' attention functions return them
     return out.transpose(1, 2).contiguous(), None
 
 
 def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool
 ) -> Tensor:
-    """Layers that were not converted."""
+    """Layers that were not converted, and cross-attention."""
+    length, seen = query.shape[2], key.shape[2]
+    causal = causal and length > 1
     if mask is not None:
         if mask.ndim == 1:
-            mask = torch.arange(key.shape[2], device=key.device) < mask[:, None]
-        # a row without any key looks at all of them: finite, and nobody reads it
-        mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+            mask = torch.arange(seen, device=key.device) < mask[:, None]
+        mask = mask[:, None, None, :]
+    if causal and (mask is not None or length != seen):
+        position = torch.arange(seen, device=key.device)
+        earlier = position <= position[seen - length :, None]
+        mask, causal = earlier if mask is None else mask & earlier, False
+    if mask is not None:
+        # a query without any key looks at all of them: finite, and nobody reads it
+        mask = mask | ~mask.any(-1, keepdim=True)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
+    )
 
 
-def _linear_attention(linear: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _linear_attention(
+    linear: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: LinAttnCacheLayer | None
+) -> Tensor:
     """Rows are handed on with their real tokens first, so that blocks and segments do not depend on the padding."""
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{key.shape[2]} keys for {query.shape[2]} queries: a converted layer attends to the tokens that it is "
+            "given, and to earlier ones through the state in a cache that the model itself made or prepared."
+        )
+    # only decoders' layers take a cache layer
+    state = (cache,) if linear.causal else ()
     # the methods choose their own precision, operation by operation
     with torch.autocast(device_type=query.device.type, enabled=False):
         key, value = key.to(query.dtype), value.to(query.dtype)
         if mask is None or mask.ndim == 1:
-            return linear(query, key, value, mask)
+            return linear(query, key, value, mask, *state)
+        # of a mask over all tokens so far, the new ones
+        mask = mask[:, -query.shape[2] :]
         order = torch.argsort(~mask, dim=-1, stable=True)
         aligned = (_take(x, order) for x in (query, key, value))
-        return _take(linear(*aligned, mask.sum(-1)), order.argsort(-1))
+        return _take(linear(*aligned, mask.sum(-1), *state), order.argsort(-1))
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

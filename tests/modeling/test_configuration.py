@@ -7,10 +7,9 @@ import pytest
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig
 from hf_linattn.modeling.configuration_linattn import CONFIG_CLASSES, FORMAT_VERSION, METHODS
-from hf_linattn.modeling.families import FAMILIES
 
+from ..helpers import ENCODERS, config_id
 from ..helpers import METHODS as CONFIGS
-from ..helpers import config_id
 
 pytestmark = pytest.mark.core
 
@@ -111,7 +110,7 @@ def test_every_field_says_what_it_is() -> None:
             assert field.metadata["help"].endswith((".", ")")), field.name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENCODERS)
 def test_a_model_config_without_settings_says_how_to_make_one(family: str) -> None:
     config = CONFIG_CLASSES[family]()
     assert config.model_type == "linattn_" + family.replace("-", "_")

@@ -105,8 +105,10 @@ def test_the_near_part_alone_is_softmax_over_near_keys() -> None:
 @pytest.mark.parametrize("projection", ["learned", "mean", "max", "conv"])
 def test_equal_keys_in_a_segment_are_summarised_exactly(projection: str, window_size: int) -> None:
     """A slot weighs as much as the tokens that it stands for."""
-    query, key, value = qkv(20, scale=2.0)
-    key, value = (x[:, :, ::5].repeat_interleave(5, dim=2) for x in (key, value))
+    query, key, value = qkv(19, scale=2.0)
+    # four slots: the first token alone, and three of six tokens
+    repeats = torch.tensor([1, 6, 6, 6])
+    key, value = (x[:, :, :4].repeat_interleave(repeats, dim=2) for x in (key, value))
     out = linformer_attention(query, key, value, make_projection(projection), window_size=window_size)
     torch.testing.assert_close(out, softmax_attention(query, key, value))
 

@@ -1,9 +1,11 @@
 """Segments, and what E and F are made of and start as."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_linattn.modeling.projections import PROJECTIONS, SHARING, Projection, segment
 
@@ -16,43 +18,49 @@ def make(projection: str, sharing: str = "heads", slots: int = 4, seed: int = 0,
     )
 
 
+def expected_slots(tokens: int, slots: int, first: int) -> list[int]:
+    """The slot of each of `tokens` tokens, the first of which may have one of its own."""
+    alone = int(first == 0 and slots > 1)
+    shared = max(tokens - alone, 1)
+    return [0] * min(alone, tokens) + [alone + r * (slots - alone) // shared for r in range(tokens - alone)]
+
+
+def means(x: Tensor, slots: list[int], reduce: Callable[..., Tensor] = torch.mean) -> Tensor:
+    """(batch, heads, length, dim) -> (batch, heads, slots, dim), one slot's tokens at a time."""
+    members = [[r for r, slot in enumerate(slots) if slot == s] for s in range(max(slots) + 1)]
+    return torch.stack([reduce(x[:, :, tokens], dim=2) for tokens in members], dim=2)
+
+
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("slots", [1, 4, 7, 40])
-def test_segments_are_of_equal_size_and_hold_each_real_token_once(slots: int, first: int) -> None:
+@pytest.mark.parametrize("slots", [1, 2, 4, 7, 40])
+def test_segments_hold_each_real_token_once_in_order_and_evenly(slots: int, first: int) -> None:
     lengths = torch.tensor([19, 8, 1, 0])
     cut = segment(lengths, 19, slots, first)
-    assert torch.equal(cut.members.sum(1), (cut.slot < slots).long())
+    assert torch.equal(cut.members.sum(1), cut.held.long())
     for row, real in enumerate(lengths.tolist()):
         held = max(real - first, 0)
-        assert (cut.slot[row] < slots).nonzero().flatten().tolist() == list(range(first, first + held))
+        assert cut.held[row].nonzero().flatten().tolist() == list(range(first, first + held))
+        assert cut.slot[row, first : first + held].tolist() == expected_slots(held, slots, first)
         sizes = cut.members[row].sum(-1).tolist()
-        assert sum(sizes) == held
-        assert max(sizes) - min(sizes) <= 1
-        # in order
-        assert cut.slot[row, first : first + held].tolist() == sorted(cut.slot[row, first : first + held].tolist())
-
-
-def test_the_slot_of_a_token_is_the_formula() -> None:
-    cut = segment(torch.tensor([7]), 10, 3)
-    assert cut.slot.tolist() == [[r * 3 // 7 for r in range(7)] + [3] * 3]
+        evenly = sizes[1:] if first == 0 and slots > 1 else sizes
+        assert max(evenly) - min(evenly) <= 1
+        assert max(sizes) <= 1 or held > slots
 
 
 @pytest.mark.parametrize("projection", ["learned", "mean", "conv"])
 def test_every_trained_projection_starts_as_the_segment_mean(projection: str) -> None:
     key, value = torch.randn(2, 1, 2, 20, 3)
-    lengths = torch.tensor([18])
-    summaries = make(projection)(key, value, segment(lengths, 20, 4))
-    for x, found in ((key, summaries.key), (value, summaries.value)):
-        members = [[r for r in range(18) if r * 4 // 18 == s] for s in range(4)]
-        expected = torch.stack([x[:, :, tokens].mean(2) for tokens in members], dim=2)
-        torch.testing.assert_close(found, expected)
-    assert summaries.log_mass.exp().flatten().round().tolist() == [5, 4, 5, 4]
+    slots = expected_slots(18, 4, 0)
+    summaries = make(projection)(key, value, segment(torch.tensor([18]), 20, 4))
+    torch.testing.assert_close(summaries.key, means(key, slots))
+    torch.testing.assert_close(summaries.value, means(value, slots))
+    assert summaries.log_mass.exp().flatten().round().tolist() == [1, 6, 6, 5]
 
 
 def test_max_takes_the_largest_of_each_segment() -> None:
     key, value = torch.randn(2, 1, 2, 20, 3)
     summaries = make("max")(key, value, segment(torch.tensor([20]), 20, 4))
-    torch.testing.assert_close(summaries.key, key.unflatten(2, (4, 5)).amax(3))
+    torch.testing.assert_close(summaries.key, means(key, expected_slots(20, 4, 0), torch.amax))
 
 
 def test_gaussian_entries_are_fixed_and_have_variance_one_over_k() -> None:

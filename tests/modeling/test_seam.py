@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
 
 from hf_linattn import AttentionConfig
-from hf_linattn.modeling.modeling_linattn import _METHOD_MODULES
+from hf_linattn.modeling.linformer import LinformerAttention
+from hf_linattn.modeling.performer import PerformerAttention
 from hf_linattn.modeling.seam import ATTENTION_NAME, linattn_attention_forward, linattn_mask
 
 from ..helpers import METHODS, config_id, qkv, softmax_attention
@@ -26,7 +27,8 @@ def attention_module(config: AttentionConfig | None) -> nn.Module:
     module = nn.Module()
     if config is not None:
         config = type(config)(**{**vars(config), "max_length": 32})
-        module.linattn = _METHOD_MODULES[config.method](config, num_heads=2, head_dim=4, seed=0)
+        kind = {"linformer": LinformerAttention, "performer": PerformerAttention}[config.method]
+        module.linattn = kind(config, num_heads=2, head_dim=4, seed=0)
     return module
 
 
@@ -67,8 +69,8 @@ def test_a_mask_per_query_and_key_is_refused() -> None:
 
 
 def test_masks_that_are_more_than_padding_are_refused() -> None:
-    with pytest.raises(ValueError, match="causal"):
-        mask_of(None, causal_mask_function)
+    with pytest.raises(ValueError, match="sliding windows"):
+        mask_of(None, sliding_window_bidirectional_mask_function(4))
 
 
 @pytest.mark.parametrize("config", [None, *METHODS], ids=config_id)

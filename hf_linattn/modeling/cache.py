@@ -1,0 +1,126 @@
+"""The state of a converted decoder layer as a layer of Transformers' `Cache`.
+
+`generate` and whoever calls the model make a `DynamicCache` as always; `prepare_cache` puts the layers
+below in it before the first token. A layer hands itself to the attention function on the keys that pass
+through `update`, since the attention function is not given the cache.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+
+# Where `update` leaves the layer for the attention function to find.
+_MARK = "_linattn_cache_layer"
+
+
+class LinAttnCacheLayer(CacheLayerMixin):
+    """State of one layer: tensors, batch first, whose size does not grow with the text.
+
+    Attributes:
+        state: a NamedTuple; None before the first token.
+        tokens: how many tokens came, padding included.
+    """
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = None
+        self.tokens = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Count the new tokens, and hand keys and values on as they are: (batch, heads, new tokens, dim)."""
+        self.is_initialized = True
+        self.tokens += key_states.shape[2]
+        setattr(key_states, _MARK, self)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # the name of the same in older versions
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        self.state, self.tokens = None, 0
+
+    def _map(self, function: Any) -> None:
+        if self.state is not None:
+            self.state = type(self.state)(*(function(tensor) for tensor in self.state))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        if self.state is not None:
+            self.device = self.state[0].device
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def crop(self, *args: Any) -> None:
+        raise ValueError(
+            "The state of linear attention cannot go back to an earlier token, as assisted decoding, prompt lookup and "
+            "contrastive search ask of it. Use greedy search, sampling or beam search."
+        )
+
+    def nbytes(self) -> int:
+        """Size of the state in bytes."""
+        return 0 if self.state is None else sum(tensor.numel() * tensor.element_size() for tensor in self.state)
+
+
+def cache_layer(key: Tensor) -> LinAttnCacheLayer | None:
+    """The cache layer that the keys came through; None without a cache."""
+    return getattr(key, _MARK, None)
+
+
+def prepare_cache(cache: Cache, converted: Iterable[int]) -> None:
+    """Make the layers with these indices `LinAttnCacheLayer`s, where the cache is new.
+
+    Raises:
+        ValueError: the cache is not a `DynamicCache`, or holds the keys of another model.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, DynamicCache):
+        raise ValueError(
+            f"The cache is a {type(cache).__name__}; a converted model keeps a state of fixed size in a DynamicCache. "
+            "Leave out cache_implementation."
+        )
+    for index in converted:
+        while len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+        layer: Any = cache.layers[index]
+        if isinstance(layer, LinAttnCacheLayer):
+            continue
+        if layer.is_initialized and layer.get_seq_length():
+            raise ValueError(
+                f"Layer {index} of the cache is a {type(layer).__name__} that holds {layer.get_seq_length()} tokens; a "
+                "converted model cannot go on from the cache of another model."
+            )
+        cache.layers[index] = LinAttnCacheLayer()
+
+
+def tokens_seen(cache: Cache | None) -> int:
+    """How many tokens a cache has seen, padding included."""
+    return 0 if cache is None else int(cache.get_seq_length())
