@@ -1,4 +1,4 @@
-"""Linear-time attention (Linformer, Performer) for pretrained BERT-family checkpoints."""
+"""Linear-time attention (Linformer, Performer) for pretrained BERT- and GPT-2-family checkpoints."""
 
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto

@@ -125,3 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("hf-linattn: interrupted; nothing was written.", file=sys.stderr)
         return 130
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,10 +7,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from .modeling.configuration_linattn import LinAttnConfig
-from .modeling.modeling_linattn import LinAttnPreTrainedModel, linear_attention
-
-# No conversion that pays at all pays only beyond this.
-_LONGEST_CROSSOVER = 1 << 17
+from .modeling.families import FAMILIES
+from .modeling.modeling_linattn import LinAttnPreTrainedModel, head_dim, linear_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,26 +19,34 @@ class ConversionSummary:
         layers: how many attention modules the model has; `converted` of them are linear.
         parameters_added: parameters and fixed features that the base model does not have.
         max_length: longest document in tokens.
+        rotary: positions are rotary: there was no table to extend.
         flops, softmax_flops: floating-point operations of all attention layers per token of a document of
             `max_length` tokens, converted and as softmax: matrix products only, projections to q, k, v and
             out left out, since they stay the same.
-        crossover: length in tokens from which on `flops` are fewer than `softmax_flops`; None if never.
+        crossover: length in tokens from which on operations are fewer than with softmax; None if that is more
+            than `max_length`.
     """
 
     layers: int
     converted: int
     parameters_added: int
     max_length: int
+    rotary: bool
     flops: float
     softmax_flops: float
     crossover: int | None
 
     def __str__(self) -> str:
-        crossover = "never" if self.crossover is None else f"from {self.crossover:,} tokens on"
+        crossover = (
+            f"nowhere up to {self.max_length:,} tokens"
+            if self.crossover is None
+            else f"from {self.crossover:,} tokens on"
+        )
         return "\n".join(
             (
                 f"layers converted        {self.converted} of {self.layers}",
                 f"parameters added        {self.parameters_added:,}",
+                f"positions               {self.max_length:,}{', rotary: no table to extend' if self.rotary else ''}",
                 f"attention per token     {self.flops / 1e6:,.2f} MFLOP at {self.max_length:,} tokens; softmax "
                 f"{self.softmax_flops / 1e6:,.2f} MFLOP ({self.softmax_flops / self.flops:.1f} times as much)",
                 f"fewer operations        {crossover} (counted in matrix products; time also depends on the machine)",
@@ -67,31 +73,32 @@ def summarize(model: LinAttnPreTrainedModel) -> ConversionSummary:
             tensor.numel() for name, tensor in model.state_dict().items() if ".linattn." in name and tensor.dim()
         ),
         max_length=length,
+        rotary=FAMILIES[config.base_model_type].position_table is None,
         flops=total(length),
         softmax_flops=layers * _softmax_flops(config, length) / length,
-        crossover=_crossover(config),
+        crossover=_crossover(config, length),
     )
 
 
 def _softmax_flops(config: LinAttnConfig, length: int) -> float:
-    """q.k and weights times v, two operations for a multiply-add, all heads of one layer."""
-    return 4.0 * length * length * config.hidden_size
+    """q.k and weights times v, two operations for a multiply-add, all heads of one layer; half of it if causal."""
+    whole = 4.0 * length * length * config.num_attention_heads * head_dim(config)
+    return whole / 2 if FAMILIES[config.base_model_type].causal else whole
 
 
 def _linear_flops(config: LinAttnConfig, length: int) -> float:
     """Operations of one converted layer, counted while it runs on tensors without storage."""
-    head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"), torch.no_grad():
         module = linear_attention(config.attention, config, 0)
-        x: Tensor = torch.empty(1, config.num_attention_heads, length, head_dim)
+        x: Tensor = torch.empty(1, config.num_attention_heads, length, head_dim(config))
         with FlopCounterMode(display=False) as counter:
-            module(x, x, x, None)
+            module(x, x, x, None, *((None,) if module.causal else ()))
     return counter.get_total_flops()
 
 
-def _crossover(config: LinAttnConfig) -> int | None:
+def _crossover(config: LinAttnConfig, longest: int) -> int | None:
     # the linear cost grows by whole blocks: the first length where it is lower is found by halving
-    low, high = 1, _LONGEST_CROSSOVER
+    low, high = 1, longest
     if _linear_flops(config, high) >= _softmax_flops(config, high):
         return None
     while low < high:

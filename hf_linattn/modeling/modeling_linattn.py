@@ -190,11 +190,10 @@ def linear_attention(
     `shared` is the first layer's module where all layers share one projection.
     """
     options = {"shared": shared} if shared is not None else {}
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     return _METHOD_MODULES[config.method, FAMILIES[model_config.base_model_type].causal](
         config,
         num_heads=model_config.num_attention_heads,
-        head_dim=head_dim,
+        head_dim=head_dim(model_config),
         # far apart: no two layers of any two seeds that people choose draw the same numbers
         seed=config.seed * 1_000_003 + index,
         **options,
@@ -240,6 +239,11 @@ def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             "Truncate it, or convert the base model with a higher max_length."
         )
     return args, kwargs
+
+
+def head_dim(config: Any) -> int:
+    """Size of one attention head; some configs give it, others leave it to be divided."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def auto_map(model_type: str) -> dict[str, str]:
