@@ -69,7 +69,9 @@ def _write_checkpoint(gguf: Path, folder: Path) -> None:
     try:
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except ImportError as error:
-        raise SystemExit(f"The model is a GGUF file, which needs a package to read: pip install gguf ({error})") from None
+        raise SystemExit(
+            f"The model is a GGUF file, which needs a package to read: pip install gguf ({error})"
+        ) from None
     # the loaded model remembers that it was quantized, and will not be saved: its weights in one that was not
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if hasattr(config, "quantization_config"):

@@ -1,6 +1,10 @@
 """Tiny models of every family, their inputs, and the settings that the tests go over."""
 
 import copy
+import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -9,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import BertTokenizerFast, PreTrainedConfig, PreTrainedModel
+from transformers import BertTokenizerFast, Cache, GPT2Model, PreTrainedConfig, PreTrainedModel
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.modeling.families import FAMILIES
@@ -43,6 +47,37 @@ METHODS = PURE + JOINED
 #: one config each of what has its own code for sharing
 SHARED = [LinformerConfig(projection_length=8, sharing=sharing) for sharing in SHARING]
 
+#: the families whose tokens see earlier ones only
+DECODERS = ("gpt2", "gpt_neox", "llama", "opt")
+# (window_size, global_tokens)
+_NEAR = ((0, 0), (4, 0), (0, 2), (6, 1))
+#: every causal way to attend, each alone and joined with what is near
+CAUSAL: list[AttentionConfig] = [
+    *(
+        LinformerConfig(projection_length=8, projection=projection, window_size=window, global_tokens=first)
+        for projection in PROJECTIONS
+        if projection != "gaussian"
+        for window, first in _NEAR
+    ),
+    *(LinformerConfig(projection_length=8, sharing=sharing, window_size=4) for sharing in SHARING),
+    *(
+        PerformerConfig(num_features=16, feature_map=feature_map, window_size=window, global_tokens=first)
+        for feature_map in FEATURE_MAPS
+        for window, first in _NEAR
+    ),
+]
+#: one config each of what a decoder has its own code for, for tests that go over much else
+CAUSAL_FEW: list[AttentionConfig] = [
+    LinformerConfig(projection_length=8),
+    LinformerConfig(projection_length=8, projection="max", window_size=4, global_tokens=1),
+    PerformerConfig(num_features=16),
+    PerformerConfig(num_features=16, feature_map="learned", window_size=4, global_tokens=1),
+    LinformerConfig(projection_length=8, window_size=4, layers=[0]),
+    PerformerConfig(num_features=16, layers=[1]),
+]
+#: what a decoder's cache is called: past_key_values in older versions of Transformers
+CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(GPT2Model.forward).parameters)
+
 
 def config_id(value: Any) -> str:
     """A short test id: the method and every setting that is not the default."""
@@ -71,6 +106,17 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
         settings["hidden_dim"] = settings.pop("intermediate_size")
     if family in ("albert", "electra"):
         settings.setdefault("embedding_size", 16)
+    if FAMILIES[family].causal:
+        # no token ends a text, and no dropout: what the tests train is the attention
+        settings = {"eos_token_id": None, "bos_token_id": 2, **settings}
+        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop") if family == "gpt2" else ("dropout", "attention_dropout")
+        settings |= dict.fromkeys(names, 0.0)
+    if family == "gpt2":
+        settings["n_inner"] = settings.pop("intermediate_size")
+    if family == "llama":
+        settings.setdefault("num_key_value_heads", 2)
+    if family == "opt":
+        settings |= {"ffn_dim": settings.pop("intermediate_size"), "word_embed_proj_dim": settings["hidden_size"]}
     return getattr(transformers, f"{FAMILIES[family].prefix}Config")(**settings)
 
 
@@ -131,6 +177,76 @@ def converted_model(
 ) -> LinAttnPreTrainedModel:
     """`convert(tiny_model(family, auto), config, **options)`, a model of its own."""
     return copy.deepcopy(_converted(family, auto, repr(config), tuple(sorted(options.items()))))
+
+
+def as_trained(model: LinAttnPreTrainedModel) -> LinAttnPreTrainedModel:
+    """The model with noise on what its methods learn: most of it starts as zeros or ones, which hide mistakes."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _, module in model.linear_attentions():
+            for parameter in module.parameters():
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def decoder(config: AttentionConfig, family: str = "gpt2", **options: Any) -> LinAttnPreTrainedModel:
+    """A converted causal language model, as after training."""
+    return as_trained(converted_model(config, family, "AutoModelForCausalLM", **options))
+
+
+def prompts(*lengths: int, width: int | None = None, side: str = "left", seed: int = 0) -> dict[str, Tensor]:
+    """Rows of these lengths, padded on one side to the longest one or to `width`."""
+    width = max(lengths) if width is None else width
+    input_ids = tokens(width, batch=len(lengths), seed=seed)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    mask = mask.flip(1) if side == "left" else mask
+    return {"input_ids": input_ids.where(mask.bool(), 1), "attention_mask": mask}
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Positions that count real tokens, as `generate` counts them."""
+    return (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+def cache_of(outputs: Any) -> Cache | None:
+    """The cache that a forward pass or `generate` returned."""
+    return outputs.get(CACHE)
+
+
+def logits_in_pieces(
+    model: PreTrainedModel, inputs: dict[str, Tensor], sizes: Iterable[int], cache: Cache | None = None
+) -> tuple[Tensor, Cache]:
+    """Logits of rows whose tokens come in pieces of these sizes, and the cache after the last."""
+    pieces, begin = [], 0
+    for size in sizes:
+        end = begin + size
+        with torch.no_grad():
+            mask = inputs["attention_mask"][:, :end]
+            outputs = model(
+                input_ids=inputs["input_ids"][:, begin:end],
+                attention_mask=mask,
+                position_ids=positions_of(mask)[:, begin:],
+                use_cache=True,
+                **{CACHE: cache},
+            )
+        cache, begin = cache_of(outputs), end
+        pieces.append(outputs.logits)
+    assert begin == inputs["input_ids"].shape[1]
+    return torch.cat(pieces, dim=1), cache
+
+
+def run_python(code: str, *arguments: Path | str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`code` in a fresh interpreter that sees neither this folder nor the user's settings."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
+    return subprocess.run(
+        [sys.executable, "-I", "-c", code, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def qkv(

@@ -23,11 +23,11 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_convert_writes_what_python_would(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_writes_what_python_would(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out put"
-    options = "--method performer --num-features 16 --window-size 8 --max-length 256 --no-orthogonal --layers 0 --seed 3"
+    options = (
+        "--method performer --num-features 16 --window-size 8 --max-length 256 --no-orthogonal --layers 0 --seed 3"
+    )
     assert main(["convert", str(checkpoint), "--output", str(output), *options.split()]) == 0
     printed = capsys.readouterr().out
     for part in ("1 of 2", "parameters added", "256", "fewer operations"):

@@ -1,8 +1,5 @@
 """Saved and loaded again: here, in a fresh process with the package, and in one without it. Always offline."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,17 @@ import hf_linattn
 from hf_linattn import LinformerConfig, PerformerConfig
 from hf_linattn.modeling.modeling_linattn import MODEL_CLASSES
 
-from .helpers import ENCODERS, METHODS, config_id, converted_model, inputs_for, outputs_of, save_tokenizer, tiny_model
+from .helpers import (
+    ENCODERS,
+    METHODS,
+    config_id,
+    converted_model,
+    inputs_for,
+    outputs_of,
+    run_python,
+    save_tokenizer,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.core
 
@@ -63,20 +70,6 @@ sys.modules["hf_linattn"] = None
 from transformers import AutoModelForMaskedLM
 AutoModelForMaskedLM.from_pretrained(sys.argv[1])
 """
-
-
-def run_python(code: str, *arguments: Path | str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`code` in a fresh interpreter that sees neither this folder nor the user's settings."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
-    return subprocess.run(
-        [sys.executable, "-I", "-c", code, *map(str, arguments)],
-        cwd=cwd,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 @pytest.fixture(scope="module")

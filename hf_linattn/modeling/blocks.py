@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Tokens that are worked on at a time.
+_PIECE = 1024
+
 
 def row_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
     """Number of real keys per row, shape (batch,) or, without padding, (1,)."""
@@ -32,20 +35,30 @@ def from_blocks(x: Tensor, length: int) -> Tensor:
     return x.flatten(2, 3)[:, :, :length]
 
 
-def with_neighbours(x: Tensor) -> Tensor:
-    """(..., blocks, window, dim) -> (..., blocks, 3 * window, dim): the previous block, the block, the next."""
-    padded = F.pad(x, (0, 0, 0, 0, 1, 1))
-    return torch.cat((padded[..., :-2, :, :], x, padded[..., 2:, :, :]), dim=-2)
+def with_neighbours(x: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+    """(..., blocks, window, dim) -> (..., end - begin, 3 * window, dim): the previous block, the block, the next."""
+    end = x.shape[-3] if end is None else end
+    # zeros where there is no block before the first or after the last
+    missing = (0, 0, 0, 0, max(1 - begin, 0), max(end + 1 - x.shape[-3], 0))
+    padded = F.pad(x[..., max(begin - 1, 0) : end + 1, :, :], missing)
+    return torch.cat((padded[..., :-2, :, :], padded[..., 1:-1, :, :], padded[..., 2:, :, :]), dim=-2)
 
 
-def near_keys(lengths: Tensor, blocks: int, window: int, first: int) -> Tensor:
+def pieces(blocks: int, window: int) -> list[tuple[int, int]]:
+    """Runs of whole blocks, (begin, end), of some tokens each: what is large in one run then stays in the cache."""
+    step = max(_PIECE // window, 1)
+    return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
+
+
+def near_keys(lengths: Tensor, blocks: int, window: int, first: int, start: int = 0) -> Tensor:
     """Which of the keys that `with_neighbours` gathers are real keys, shape (batch, blocks, 3 * window), bool.
 
-    Keys before position `first` are left out: they are the global tokens, which every query sees anyway.
+    `start` is the first of the blocks. Keys before position `first` are left out: they are the global
+    tokens, which every query sees anyway.
     """
-    start = (torch.arange(blocks, device=lengths.device) - 1) * window
+    begin = (torch.arange(start, start + blocks, device=lengths.device) - 1) * window
     # position of each gathered key: (blocks, 3 * window)
-    position = start[:, None] + torch.arange(3 * window, device=lengths.device)
+    position = begin[:, None] + torch.arange(3 * window, device=lengths.device)
     return (position >= first) & (position < lengths[:, None, None])
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .blocks import after_end, at, first_tokens, from_blocks, last_tokens, to_blocks
 from .cache import LinAttnCacheLayer
 from .feature_maps import FeatureMap, Features
+from .feature_sums import add, bounded_features, expand, features_in_blocks, floor_mass, read, rescale, sum_up
 from .joined_softmax import NEVER, Partial, exact_part, finite, join
 from .performer import PerformerAttention
 
@@ -28,8 +29,6 @@ from .performer import PerformerAttention
 _CHUNK, _LEAST_CHUNK = 128, 64
 # Tokens that are worked on at a time.
 _PIECE = 1024
-# Least share of the largest possible mass that a map with negative features is taken to have, as in performer.py.
-_SIGNED_MASS_FLOOR = 1e-2
 # Least estimate, as a share of what the scales of a query and a key allow. Smaller ones would be lost to
 # underflow, and with no other key in sight (window_size=0) a query would be left with no mass at all.
 _LEAST_ESTIMATE = 1e-30
@@ -64,45 +63,6 @@ class CausalPerformerState(NamedTuple):
     waiting_shift: Tensor
 
 
-def _features(feature_map: FeatureMap, x: Tensor, side: str) -> Features:
-    """The map's features and, if they can be negative, one more for the keys' largest possible mass.
-
-    By Cauchy and Schwarz phi(q).phi(k) is at most |phi(q)||phi(k)|, which for m / 2 pairs of cos and sin
-    is m / 2 times the exponentials. Queries have a zero there: it takes no part in the estimate.
-    """
-    features = feature_map(x, side)
-    if not feature_map.signed:
-        return features
-    largest = 0.0 if side == "query" else features.factor.shape[-1] / 2
-    return Features(features.log_phi, F.pad(features.factor, (0, 1), value=largest))
-
-
-def _expand(features: Features, shift: Tensor) -> Tensor:
-    """phi * exp(shift) from its two parts, the shift applied inside the exponent."""
-    phi = (features.log_phi + shift).exp()
-    return phi if features.factor is None else phi * features.factor
-
-
-def _sum_up(features: Features, value_and_one: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """S and z of the keys where `held` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1)."""
-    log_phi = features.log_phi.masked_fill(~held, NEVER)
-    # the largest exponent of each feature, so that no query finds all features underflown
-    shift = log_phi.detach().amax(-2, keepdim=True)
-    phi = _expand(Features(log_phi, features.factor), -finite(shift))
-    return phi.transpose(-1, -2) @ value_and_one, shift
-
-
-def _rescale(sums: Tensor, shift: Tensor, new_shift: Tensor) -> Tensor:
-    """Sums on another scale, at least as large: (..., M, value_dim + 1)."""
-    return sums * (shift - finite(new_shift)).exp().transpose(-1, -2)
-
-
-def _add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Two sums, each on its scale, as one."""
-    new_shift = torch.maximum(shift, more_shift)
-    return _rescale(sums, shift, new_shift) + _rescale(more, more_shift, new_shift), new_shift
-
-
 def _scan(sums: Tensor, shift: Tensor, per_chunk: Tensor, chunk_shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is known before each chunk, and after the last.
 
@@ -116,27 +76,12 @@ def _scan(sums: Tensor, shift: Tensor, per_chunk: Tensor, chunk_shift: Tensor) -
     running = torch.cat((shift.unsqueeze(2), chunk_shift), dim=2).cummax(2).values
     before_shift, after_shift = running[:, :, :-1], running[:, :, 1:]
     kept = (before_shift - finite(after_shift)).exp().transpose(-1, -2).unbind(2)
-    added = _rescale(per_chunk, chunk_shift, after_shift).unbind(2)
+    added = rescale(per_chunk, chunk_shift, after_shift).unbind(2)
     before = []
     for keep, new in zip(kept, added, strict=True):
         before.append(sums)
         sums = torch.addcmul(new, sums, keep)
     return torch.stack(before, dim=2), before_shift, sums, running[:, :, -1]
-
-
-def _read(query: Features, sums: Tensor, shift: Tensor, signed: bool) -> Partial:
-    """What queries (..., queries, M) read from the sums."""
-    read_shift = (query.log_phi + finite(shift)).detach().amax(-1, keepdim=True)
-    total = _expand(query, finite(shift) - read_shift) @ sums
-    if signed:
-        total = _floor(total, sums[..., -1:, -1:])
-    return Partial(read_shift.masked_fill(shift[..., :1] == NEVER, NEVER), total)
-
-
-def _floor(total: Tensor, largest: Tensor) -> Tensor:
-    """Keep an estimated mass that may be negative above a share of the largest possible one."""
-    mass = torch.maximum(total[..., -1:], _SIGNED_MASS_FLOOR * largest)
-    return torch.cat((total[..., :-1], mass), dim=-1)
 
 
 def _far_part(
@@ -161,15 +106,14 @@ def _far_part(
         sums, shift: of earlier keys.
     """
     length = query.log_phi.shape[2]
-    query = Features(to_blocks(query.log_phi, chunk), None if query.factor is None else to_blocks(query.factor, chunk))
-    key = Features(to_blocks(key.log_phi, chunk), None if key.factor is None else to_blocks(key.factor, chunk))
+    query, key = features_in_blocks(query, chunk), features_in_blocks(key, chunk)
     value_and_one = to_blocks(value_and_one, chunk)
     # (rows, 1, chunks, chunk, 1)
     held = held.unflatten(1, (-1, chunk))[:, None, ..., None]
 
-    before, before_shift, sums, shift = _scan(sums, shift, *_sum_up(key, value_and_one, held))
+    before, before_shift, sums, shift = _scan(sums, shift, *sum_up(key, value_and_one, held))
     if window == chunk:
-        part = _read(query, before, before_shift, signed)
+        part = read(query, before, before_shift, signed)
         return Partial(from_blocks(part.shift, length), from_blocks(part.total, length)), sums, shift
 
     # Keys of the same chunk, as pairs. Their scale per feature is that of earlier chunks and of the first
@@ -178,12 +122,12 @@ def _far_part(
     log_first = key.log_phi.detach().take_along_dim(first, dim=3)
     log_first = log_first.masked_fill(~held.any(3, keepdim=True), NEVER)
     base = torch.maximum(before_shift, log_first)
-    before, base = _rescale(before, before_shift, base), finite(base)
+    before, base = rescale(before, before_shift, base), finite(base)
     read_shift = (query.log_phi + base).detach().amax(-1, keepdim=True)
-    phi_query = _expand(query, base - read_shift)
+    phi_query = expand(query, base - read_shift)
     # and per key a scale of its own, (batch, heads, chunks, chunk, 1), given back below
     key_shift = (key.log_phi - base).detach().amax(-1, keepdim=True)
-    phi_key = _expand(key, -base - key_shift)
+    phi_key = expand(key, -base - key_shift)
     key_shift = key_shift.masked_fill(~held, NEVER)
     level = _running_level(key_shift, window)
     # the largest scale that a query finds; that of the earlier chunks is 0
@@ -198,7 +142,7 @@ def _far_part(
     total = earlier * (phi_query @ before) + (estimate * scale) @ value_and_one
     if signed and key.factor is not None:
         largest = (key.factor[..., -1:].transpose(-1, -2) * scale).sum(-1, keepdim=True)
-        total = _floor(total, earlier * before[..., -1:, -1:] + largest)
+        total = floor_mass(total, earlier * before[..., -1:, -1:] + largest)
     return Partial(from_blocks(read_shift + level, length), from_blocks(total, length)), sums, shift
 
 
@@ -236,7 +180,7 @@ def causal_performer_state(
     """The state before the first token, for keys and values like these (batch, heads, any length, dim)."""
     batch, heads, _, _ = key.shape
     dtype = torch.promote_types(key.dtype, torch.float32)
-    features = _features(feature_map, key[:, :, :0].to(dtype), "key")
+    features = bounded_features(feature_map, key[:, :, :0].to(dtype), "key")
     num_features = features.log_phi.shape[-1] if features.factor is None else features.factor.shape[-1]
     scales = features.log_phi.shape[-1]
     waiting = bool(window_size)
@@ -335,9 +279,9 @@ def causal_performer_prefill(
         rank = (seen - 2 * window_size)[:, None] + torch.arange(window_size, device=key.device)
         held = (rank >= (seen // window_size - 1)[:, None] * window_size) & (rank >= global_tokens)
         older = near_key[:, :, :window_size].to(sums.dtype)
-        features = _features(feature_map, older, "key")
+        features = bounded_features(feature_map, older, "key")
         older_value = _with_one(near_value[:, :, :window_size].to(sums.dtype))
-        waiting = _sum_up(features, older_value, held[:, None, :, None])
+        waiting = sum_up(features, older_value, held[:, None, :, None])
     return out, CausalPerformerState(seen, global_key, global_value, near_key, near_value, sums, shift, *waiting)
 
 
@@ -414,8 +358,8 @@ def _parallel(
             parts.append(exact_part(queries @ first_keys.transpose(-1, -2), past[:, None], first_values))
         if far:
             part, sums, shift = _far_part(
-                _features(feature_map, queries, "query"),
-                _features(feature_map, keys[:, :, : end - begin], "key"),
+                bounded_features(feature_map, queries, "query"),
+                bounded_features(feature_map, keys[:, :, : end - begin], "key"),
                 values[:, :, : end - begin],
                 held[:, begin:end],
                 sums,
@@ -469,16 +413,16 @@ def _step(
         # with a window, the key that is w older is the next to become far
         age = slice(window, window + 1)
         held = (rank - window >= global_tokens) & (new > 0)
-        features = _features(feature_map, keys[:, :, age].to(dtype), "key")
-        added = _sum_up(features, _with_one(values[:, :, age].to(dtype)), held[:, None, None, None])
+        features = bounded_features(feature_map, keys[:, :, age].to(dtype), "key")
+        added = sum_up(features, _with_one(values[:, :, age].to(dtype)), held[:, None, None, None])
         if not window:
-            sums, shift = _add(sums, shift, *added)
-        parts.append(_read(_features(feature_map, query, "query"), sums, shift, feature_map.signed))
+            sums, shift = add(sums, shift, *added)
+        parts.append(read(bounded_features(feature_map, query, "query"), sums, shift, feature_map.signed))
         if window:
-            waiting = _add(*waiting, *added)
+            waiting = add(*waiting, *added)
             # the next token begins a block: what waited is far from it
             full = (seen % window == 0)[:, None, None, None]
-            merged = _add(sums, shift, *waiting)
+            merged = add(sums, shift, *waiting)
             sums, shift = torch.where(full, merged[0], sums), torch.where(full, merged[1], shift)
             waiting = waiting[0].masked_fill(full, 0.0), waiting[1].masked_fill(full, NEVER)
     near_key, near_value = (last_tokens(x, 2 * window, lengths, 1) for x in (keys, values))
@@ -504,8 +448,8 @@ def causal_performer_attention_reference(
     No stabiliser: meant for float64 inputs of moderate size. Arguments as in `causal_performer_attention`.
     """
     length = query.shape[2]
-    phi_query = _expand(feature_map(query, "query"), query.new_zeros(()))
-    phi_key = _expand(feature_map(key, "key"), key.new_zeros(()))
+    phi_query = expand(feature_map(query, "query"), query.new_zeros(()))
+    phi_key = expand(feature_map(key, "key"), key.new_zeros(()))
     position = torch.arange(length, device=query.device)
     past = position <= position[:, None]
     is_near = past & (position < global_tokens)

@@ -23,6 +23,7 @@ from .causal_performer import CausalPerformerAttention
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
 from .families import FAMILIES, Family
 from .feature_maps import FeatureMap  # noqa: F401
+from .feature_sums import read  # noqa: F401
 from .joined_softmax import join  # noqa: F401
 from .linformer import LinformerAttention
 from .performer import PerformerAttention

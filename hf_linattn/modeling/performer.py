@@ -9,23 +9,15 @@ in float32, whatever the inputs: exponents of half-precision logits would be off
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import far_sums, from_blocks, near_keys, near_mask, row_lengths, to_blocks, with_neighbours
+from .blocks import far_sums, from_blocks, near_keys, near_mask, pieces, row_lengths, to_blocks, with_neighbours
 from .configuration_linattn import PerformerConfig
 from .feature_maps import FeatureMap, Features
-from .joined_softmax import NEVER, Partial, exact_part, finite, join
-
-# Least share of the largest possible mass that a map with negative features is taken to have: such an
-# estimate can come out as zero or below, and this bounds the output by 1,000 times the largest value.
-_SIGNED_MASS_FLOOR = 1e-3
-
-
-def _expand(features: Features, shift: Tensor) -> Tensor:
-    """phi * exp(shift) from its two parts, the shift applied inside the exponent."""
-    phi = (features.log_phi + shift).exp()
-    return phi if features.factor is None else phi * features.factor
+from .feature_sums import SIGNED_MASS_FLOOR, add, bounded_features, expand, features_in_blocks, read, sum_up
+from .joined_softmax import NEVER, exact_part, finite, join
 
 
 def performer_attention(
@@ -58,52 +50,57 @@ def performer_attention(
     query, key, value = query.float(), key.float(), value.float()
     real_lengths = row_lengths(lengths, length, query.device)
     position = torch.arange(length, device=query.device)
-    is_far = (position >= global_tokens) & (position < real_lengths[:, None])
+    # (batch, 1, length, 1)
+    held = ((position >= global_tokens) & (position < real_lengths[:, None]))[:, None, :, None]
+    value_and_one = F.pad(value, (0, 1), value=1.0)
+    first_key, first_value = key[:, :, :global_tokens], value_and_one[:, :, :global_tokens]
+    first_seen = (position[:global_tokens] < real_lengths[:, None])[:, None, None]
 
-    key_features = feature_map(key, "key")
-    log_phi = key_features.log_phi
-    if lengths is not None or global_tokens:
-        log_phi = log_phi.masked_fill(~is_far[:, None, :, None], NEVER)
-    # Largest exponent of each feature over the keys: taken out here and given back to the queries, it
-    # cancels exactly, and leaves every feature a key that counts as one. Nothing can overflow, and no
-    # query finds all features underflown. (A row without far keys has -inf: any finite number will do.)
-    key_shift = finite(log_phi.detach().amax(dim=2, keepdim=True))
-    phi_key = _expand(Features(log_phi, key_features.factor), -key_shift)
+    if not window_size:
+        runs = [slice(*run) for run in pieces(length, 1)]
+        known: list[tuple[Tensor, Tensor]] = []
+        for run in runs if far else ():
+            keys = bounded_features(feature_map, key[:, :, run], "key")
+            more = sum_up(keys, value_and_one[:, :, run], held[:, :, run])
+            known = [add(*known[0], *more)] if known else [more]
+        outputs = []
+        for run in runs:
+            parts = []
+            if near and global_tokens:
+                parts.append(exact_part(query[:, :, run] @ first_key.transpose(-1, -2), first_seen, first_value))
+            if far:
+                queries = bounded_features(feature_map, query[:, :, run], "query")
+                parts.append(read(queries, *known[0], feature_map.signed))
+            outputs.append(join(parts))
+        return torch.cat(outputs, dim=2).to(dtype)
 
-    query_features = feature_map(query, "query")
-    query_shift = (query_features.log_phi + key_shift).detach().amax(dim=-1, keepdim=True)
-    phi_query = _expand(query_features, key_shift - query_shift)
-
-    # without a window the whole sequence is one block, and no block is near it
-    window = window_size or length
-    # one product gives S and z: the values carry a column of ones
-    value_and_one = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
-    query_blocks, value_blocks = to_blocks(query, window), to_blocks(value_and_one, window)
-
-    parts = []  # of each query's softmax: exact ones, and the estimate
-    if near and window_size:
-        logits = query_blocks @ with_neighbours(to_blocks(key, window)).transpose(-1, -2)
-        seen = near_keys(real_lengths, query_blocks.shape[2], window, global_tokens)
-        parts.append(exact_part(logits, seen[:, None, :, None], with_neighbours(value_blocks)))
-    if near and global_tokens:
-        # the first keys, seen from every block: (batch, heads, 1, global_tokens, dim)
-        logits = query_blocks @ key[:, :, None, :global_tokens].transpose(-1, -2)
-        seen = position[:global_tokens] < real_lengths[:, None]
-        parts.append(exact_part(logits, seen[:, None, None, None], value_and_one[:, :, None, :global_tokens]))
+    query_blocks, key_blocks, value_blocks = (to_blocks(x, window_size) for x in (query, key, value_and_one))
     if far:
-        per_block = to_blocks(phi_key, window).transpose(-1, -2) @ value_blocks
+        keys = bounded_features(feature_map, key, "key")
+        log_phi = keys.log_phi.masked_fill(~held, NEVER)
+        # one shift for all blocks, whose sums are added up
+        shift = log_phi.detach().amax(2, keepdim=True)
+        phi = to_blocks(expand(Features(log_phi, keys.factor), -finite(shift)), window_size)
         # (batch, heads, blocks, features, value_dim + 1): S and z of all blocks that are far from a block
-        sums = far_sums(per_block) if window_size else per_block
-        summary = to_blocks(phi_query, window) @ sums
-        if feature_map.signed:
-            # reached where query and key are equal: one per direction, times the common factor
-            largest = (log_phi - key_shift).exp() * (phi_key.shape[-1] / 2)
-            per_block = to_blocks(largest, window).sum(-2, keepdim=True)
-            largest = far_sums(per_block) if window_size else per_block
-            mass = torch.maximum(summary[..., -1:], _SIGNED_MASS_FLOOR * largest)
-            summary = torch.cat((summary[..., :-1], mass), dim=-1)
-        parts.append(Partial(to_blocks(query_shift, window), summary))
-    return from_blocks(join(parts), length).to(dtype)
+        sums, shift = far_sums(phi.transpose(-1, -2) @ value_blocks), shift.unsqueeze(2)
+    outputs = []
+    for begin, end in pieces(query_blocks.shape[2], window_size):
+        block, parts = query_blocks[:, :, begin:end], []
+        if near:
+            logits = block @ with_neighbours(key_blocks, begin, end).transpose(-1, -2)
+            seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
+            parts.append(exact_part(logits, seen[:, None, :, None], with_neighbours(value_blocks, begin, end)))
+        if near and global_tokens:
+            # the first keys, seen from every block: (batch, heads, 1, global_tokens, dim)
+            logits = block @ first_key.unsqueeze(2).transpose(-1, -2)
+            parts.append(exact_part(logits, first_seen.unsqueeze(2), first_value.unsqueeze(2)))
+        if far:
+            # features have one row for each token: blocks joined, and cut again
+            features = bounded_features(feature_map, block.flatten(2, 3), "query")
+            features = features_in_blocks(features, window_size)
+            parts.append(read(features, sums[:, :, begin:end], shift, feature_map.signed))
+        outputs.append(join(parts))
+    return from_blocks(torch.cat(outputs, dim=2), length).to(dtype)
 
 
 def performer_attention_reference(
@@ -124,8 +121,8 @@ def performer_attention_reference(
     """
     length = query.shape[2]
     query_features, key_features = feature_map(query, "query"), feature_map(key, "key")
-    phi_query = _expand(query_features, query.new_zeros(()))
-    phi_key = _expand(key_features, key.new_zeros(()))
+    phi_query = expand(query_features, query.new_zeros(()))
+    phi_key = expand(key_features, key.new_zeros(()))
     position = torch.arange(length, device=query.device)
     real = position < row_lengths(lengths, length, query.device)[:, None]
     is_near = near_mask(length, lengths, window_size, global_tokens, query.device)
@@ -136,7 +133,7 @@ def performer_attention_reference(
     if feature_map.signed:
         largest = (query_features.log_phi + key_features.log_phi.transpose(-1, -2)).exp() * is_far[:, None]
         largest = largest.sum(-1, keepdim=True) * (phi_key.shape[-1] / 2)
-        far_mass = torch.maximum(far_mass, _SIGNED_MASS_FLOOR * largest)
+        far_mass = torch.maximum(far_mass, SIGNED_MASS_FLOOR * largest)
     weights = exact * float(near) + estimate * float(far)
     return weights @ value / (exact.sum(-1, keepdim=True) * float(near) + far_mass * float(far))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from hf_linattn import PerformerConfig
 from hf_linattn.modeling.blocks import near_mask
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS, FeatureMap, Features
+from hf_linattn.modeling.feature_sums import SIGNED_MASS_FLOOR
 from hf_linattn.modeling.performer import (
-    _SIGNED_MASS_FLOOR,
     PerformerAttention,
     performer_attention,
     performer_attention_reference,
@@ -166,7 +166,7 @@ def test_a_signed_map_gives_bounded_outputs(scale: float, num_features: int, win
     """Negative masses would otherwise divide by next to nothing."""
     query, key, value = qkv(64, scale=scale)
     out = performer_attention(query, key, value, make_map("trigonometric", num_features), window_size=window_size)
-    assert out.abs().max() <= value.abs().max() / _SIGNED_MASS_FLOOR * (1 + 1e-5)
+    assert out.abs().max() <= value.abs().max() / SIGNED_MASS_FLOOR * (1 + 1e-5)
 
 
 def test_directions_are_saved_with_the_module_and_no_counter_without_an_interval() -> None:
