@@ -1,5 +1,6 @@
-"""Converted decoders as models: exactness, heads, options, positions, training, refusals; generation has a file of its own."""
+"""Converted decoders as models: exactness, heads, options, promises, positions, training, refusals."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, GPT2Doub
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.modeling.families import FAMILIES
-from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES, MODEL_CLASSES
+from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES, MODEL_CLASSES, self_attentions
 
 from .helpers import (
     CACHE,
@@ -109,21 +110,21 @@ def test_gpt2s_ways_to_scale_are_kept(config: AttentionConfig, overrides: dict) 
 @pytest.mark.parametrize("config", EXACT[1:3], ids=config_id)
 def test_reorder_and_upcast_attn_attends_in_float32(config: AttentionConfig, dtype: torch.dtype) -> None:
     """Logits of attention in the hundreds, where half precision loses much, are those of float32."""
-    options = {"reorder_and_upcast_attn": True, "initializer_range": 0.2}
-    base = tiny_model("gpt2", CAUSAL_LM, **options)
+    base = tiny_model("gpt2", CAUSAL_LM, reorder_and_upcast_attn=True)
     with torch.no_grad():
         for name, parameter in base.named_parameters():
             if "attn.c_attn.weight" in name:
                 # queries and keys, the first two thirds
                 parameter[:, :64] *= 6
     base, inputs = base.to(dtype), prompts(40, 23)
+    model = convert(base, config)
+    exact = logits_of(copy.deepcopy(base).double(), inputs)
     base.set_attn_implementation("eager")  # the only one in which Transformers reads the option
-    exact = logits_of(base.double(), inputs)
-    base.to(dtype)
-    expected = (logits_of(base, inputs).double() - exact).abs().mean()
-    found = (logits_of(convert(base, config), inputs).double() - exact).abs().mean()
-    assert found < 1.2 * expected
-    base.config.reorder_and_upcast_attn = False
+    theirs, ours = ((logits_of(m, inputs).double() - exact).abs().mean() for m in (base, model))
+    assert ours < 1.2 * theirs
+    for _, attention in self_attentions(model, FAMILIES["gpt2"]):
+        attention.reorder_and_upcast_attn = False
+    assert (logits_of(model, inputs).double() - exact).abs().mean() != ours
 
 
 @ALL_FAMILIES
@@ -179,7 +180,10 @@ def test_a_converted_head_keeps_the_base_and_differs_from_it(tmp_path, family: s
 
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    assert torch.equal(outputs_of_head(loaded, inputs), after)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    # one product for a single row, of double heads, is rounded as the file's layout in memory has it, in the base also
+    tolerance = 1e-6 if auto == "double heads" else 0
+    torch.testing.assert_close(outputs_of_head(loaded, inputs), after, atol=tolerance, rtol=0)
 
 
 def outputs_of_head(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -267,8 +271,10 @@ def test_cross_attention_stays_softmax(config: AttentionConfig, masked: bool) ->
     # the encoder's states matter, and what is padded among them does not
     other = {**encoder, "encoder_hidden_states": encoder["encoder_hidden_states"].clone()}
     other["encoder_hidden_states"][1, 5:] += 1.0
-    first, second = (logits_of(model, {**inputs, **x}) for x in (encoder, other))
-    assert torch.equal(first, second) == masked
+    first, second, *expected = (logits_of(m, {**inputs, **x}) for m in (model, base) for x in (encoder, other))
+    # GPT-2 in Transformers 5.8 forgets the encoder's mask
+    assert torch.equal(first, second) == torch.equal(*expected)
+    assert masked or not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -577,7 +583,8 @@ def test_what_cannot_be_causal_is_refused_with_the_reason(family: str) -> None:
         convert(tiny_model(family, CAUSAL_LM), LinformerConfig(projection="gaussian"))
 
 
-@ALL_FAMILIES
+# OPT itself does not look for packed texts
+@pytest.mark.parametrize("family", [family for family in DECODERS if family != "opt"])
 def test_packed_texts_are_refused(family: str) -> None:
     positions = torch.cat((torch.arange(12), torch.arange(8)))[None]
     with pytest.raises(ValueError, match=r"position_ids that start again.*a row of its own"):

@@ -1,4 +1,4 @@
-"""Decoding from a state, through Transformers' own `generate`: it gives what the parallel form gives, and stays small."""
+"""Decoding from a state, through Transformers' own `generate`: it gives what the parallel form gives."""
 
 import copy
 from typing import Any
@@ -36,10 +36,10 @@ ALL_FAMILIES = pytest.mark.parametrize("family", DECODERS)
 EVERYTHING = pytest.mark.parametrize(
     ("family", "config"),
     [("gpt2", config) for config in [*CAUSAL, *CAUSAL_FEW[-2:]]]
-    + [(family, config) for family in DECODERS if family != "gpt2" for config in CAUSAL_FEW],
+    + [(family, config) for family in DECODERS if family != "gpt2" for config in CAUSAL_FEW[1:5]],
     ids=config_id,
 )
-#: a few methods on one family, and every family once with each method
+#: a few methods on one family, and two of them on every family
 SOME = pytest.mark.parametrize(
     ("family", "config"),
     [("gpt2", config) for config in CAUSAL_FEW]
@@ -57,8 +57,8 @@ def generated(model: LinAttnPreTrainedModel, inputs: dict[str, Tensor], **option
     return model.generate(**inputs, **{"max_new_tokens": 16, "do_sample": False, "no_repeat_ngram_size": 2, **options})
 
 
-#: a prompt and then single tokens; pieces, the first of them padding only in some rows; single tokens alone
-PIECES = ([24] + [1] * 16, [5, 1, 7, 2, 15, 10], [1] * 40)
+#: a prompt, single tokens and one more piece; pieces, the first of them padding only in some rows; single tokens alone
+PIECES = ([24] + [1] * 6 + [10], [5, 1, 7, 2, 15, 10], [1] * 40)
 
 
 def largest_difference(model: LinAttnPreTrainedModel, inputs: dict[str, Tensor]) -> float:

@@ -173,6 +173,19 @@ def test_masks_per_query_and_key_are_refused(shape: tuple[int, ...]) -> None:
     assert "(batch, length)" in str(error.value)
 
 
+@pytest.mark.parametrize("width", [19, 21])
+@pytest.mark.parametrize("how", ["keyword", "positional"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_mask_of_another_width_is_refused(family: str, how: str, width: int) -> None:
+    model, mask = converted_model(CONFIG, family), torch.ones(2, width, dtype=torch.long)
+    mask[1, :5] = 0
+    with pytest.raises(ValueError, match=f"{width} columns for 20 tokens"):
+        if how == "positional":
+            model(tokens(20, batch=2), mask)
+        else:
+            model(tokens(20, batch=2), attention_mask=mask)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
 def test_another_attention_implementation_is_refused(tmp_path: Path, implementation: str) -> None:
     model = converted_model(CONFIG)

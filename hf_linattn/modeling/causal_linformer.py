@@ -14,7 +14,7 @@ into the window. With the first G keys, which are exact for all, every key j <= 
 """
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from transformers import initialization as init
 
 from .blocks import after_end, first_tokens, last_tokens
 from .cache import LinAttnCacheLayer
-from .configuration_linattn import LinformerConfig
+from .linformer import LinformerAttention
 from .projections import PROJECTIONS
 
 # Queries that share one gathered list of keys, at least, and tokens that are worked on at a time.
@@ -497,57 +497,28 @@ def _reference_summary(projection: CausalProjection, side: str, x: Tensor, slot:
     return (x * (1 + weight[:, slot, :, None])).mean(2, keepdim=True)
 
 
-class CausalLinformerAttention(nn.Module):
-    """Causal Linformer attention of one layer: the module that hangs under a converted attention module.
+class CausalLinformerAttention(LinformerAttention):
+    """Causal Linformer attention of one layer: the module that hangs under a converted attention module."""
 
-    `shared` is another layer's module whose E and F this layer uses (sharing="layers").
-    """
+    causal = True
 
-    causal: ClassVar[bool] = True
-    projection: CausalProjection
+    def _make_projection(self, num_heads: int, head_dim: int, seed: int) -> CausalProjection:
+        # nothing in it is random: no seed
+        return CausalProjection(
+            projection=self.config.projection,
+            sharing=self.config.sharing,
+            slots=self.config.projection_length,
+            max_length=self.config.max_length or 0,
+            num_heads=num_heads,
+            head_dim=head_dim,
+        )
 
-    def __init__(
-        self,
-        config: LinformerConfig,
-        *,
-        num_heads: int,
-        head_dim: int,
-        seed: int,
-        shared: "CausalLinformerAttention | None" = None,
-    ) -> None:
-        super().__init__()
-        assert config.max_length is not None, "the conversion sets it, and the model class checks it"
-        self.config = config
-        # in a tuple, so that the other layer's parameters are not registered, or saved, a second time
-        self._shared = (shared.projection,) if shared is not None else ()
-        if shared is None:
-            # nothing in it is random: no seed
-            self.projection = CausalProjection(
-                projection=config.projection,
-                sharing=config.sharing,
-                slots=config.projection_length,
-                max_length=config.max_length,
-                num_heads=num_heads,
-                head_dim=head_dim,
-            )
-
-    def reset_parameters(self) -> None:
-        if not self._shared:
-            self.projection.reset_parameters()
-
-    def forward(
+    def forward(  # type: ignore[override]  # a cache in, and its new state in it
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, cache: LinAttnCacheLayer | None
     ) -> Tensor:
         """As `causal_linformer_attention`, or, with a cache layer, `causal_linformer_prefill` from and to its state."""
-        config, projection = self.config, self._shared[0] if self._shared else self.projection
-        settings: dict[str, Any] = {
-            "lengths": lengths,
-            "window_size": config.window_size,
-            "global_tokens": config.global_tokens,
-            "near": config.near,
-            "far": config.far,
-        }
+        settings = {"lengths": lengths, **self.config.joining()}
         if cache is None:
-            return causal_linformer_attention(query, key, value, projection, **settings)
-        out, cache.state = causal_linformer_prefill(query, key, value, projection, cache.state, **settings)
+            return causal_linformer_attention(query, key, value, self.used_projection, **settings)
+        out, cache.state = causal_linformer_prefill(query, key, value, self.used_projection, cache.state, **settings)
         return out

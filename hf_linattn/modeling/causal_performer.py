@@ -470,18 +470,11 @@ class CausalPerformerAttention(PerformerAttention):
 
     causal = True
 
-    def forward(  # type: ignore[override]  # a state in, a state out
+    def forward(  # type: ignore[override]  # a cache in, and its new state in it
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, cache: LinAttnCacheLayer | None
     ) -> Tensor:
         """As `causal_performer_attention`, or, with a cache layer, `causal_performer_prefill` from and to its state."""
-        config = self.config
-        settings: dict[str, Any] = {
-            "lengths": lengths,
-            "window_size": config.window_size,
-            "global_tokens": config.global_tokens,
-            "near": config.near,
-            "far": config.far,
-        }
+        settings = {"lengths": lengths, **self.config.joining()}
         if cache is None:
             return causal_performer_attention(query, key, value, self.feature_map, **settings)
         out, cache.state = causal_performer_prefill(query, key, value, self.feature_map, cache.state, **settings)

@@ -87,6 +87,10 @@ class AttentionConfig:
                 f"and global_tokens={self.global_tokens}; near must be True and one of the two above 0."
             )
 
+    def joining(self) -> dict[str, Any]:
+        """How near and far are joined, as all attention functions take it."""
+        return {name: getattr(self, name) for name in ("window_size", "global_tokens", "near", "far")}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with the method's name and the version of the format."""
         return {"method": self.method, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}

@@ -6,7 +6,7 @@ where slot s stands for c_s tokens, all of them far from i, so that a far key th
 is summarised without error.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +164,7 @@ class LinformerAttention(nn.Module):
     """
 
     causal: ClassVar[bool] = False
-    projection: Projection
+    projection: Any
 
     def __init__(
         self,
@@ -181,15 +181,23 @@ class LinformerAttention(nn.Module):
         # in a tuple, so that the other layer's parameters are not registered, or saved, a second time
         self._shared = (shared.projection,) if shared is not None else ()
         if shared is None:
-            self.projection = Projection(
-                projection=config.projection,
-                sharing=config.sharing,
-                slots=config.projection_length,
-                max_length=config.max_length,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                seed=seed,
-            )
+            self.projection = self._make_projection(num_heads, head_dim, seed)
+
+    def _make_projection(self, num_heads: int, head_dim: int, seed: int) -> Any:
+        return Projection(
+            projection=self.config.projection,
+            sharing=self.config.sharing,
+            slots=self.config.projection_length,
+            max_length=self.config.max_length or 0,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            seed=seed,
+        )
+
+    @property
+    def used_projection(self) -> Any:
+        """E and F of this layer, or of the layer that it shares them with."""
+        return self._shared[0] if self._shared else self.projection
 
     def reset_parameters(self) -> None:
         if not self._shared:
@@ -201,10 +209,7 @@ class LinformerAttention(nn.Module):
             query,
             key,
             value,
-            self._shared[0] if self._shared else self.projection,
+            self.used_projection,
             lengths=lengths,
-            window_size=self.config.window_size,
-            global_tokens=self.config.global_tokens,
-            near=self.config.near,
-            far=self.config.far,
+            **self.config.joining(),
         )

@@ -50,8 +50,9 @@ _METHOD_MODULES: dict[tuple[str, bool], type[Any]] = {
     ("performer", False): PerformerAttention,
     ("performer", True): CausalPerformerAttention,
 }
-_METHOD_CLASSES = (LinformerAttention, CausalLinformerAttention, PerformerAttention)
-LinearAttention: TypeAlias = LinformerAttention | CausalLinformerAttention | PerformerAttention
+_METHOD_CLASSES = (LinformerAttention, PerformerAttention)
+# the causal ones are subclasses of these
+LinearAttention: TypeAlias = LinformerAttention | PerformerAttention
 
 
 class LinAttnPreTrainedModel(PreTrainedModel):
@@ -239,6 +240,10 @@ def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"The input is {length} tokens long, and the model takes at most max_length={settings['max_length']}. "
             "Truncate it, or convert the base model with a higher max_length."
         )
+    # without a cache, Transformers takes the mask's word for how many tokens there are
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if shape is not None and mask is not None and mask.ndim == 2 and mask.shape[-1] != length:
+        raise ValueError(f"attention_mask has {mask.shape[-1]} columns for {length} tokens, the cached ones included.")
     return args, kwargs
 
 

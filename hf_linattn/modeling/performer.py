@@ -179,8 +179,5 @@ class PerformerAttention(nn.Module):
             value,
             self.feature_map,
             lengths=lengths,
-            window_size=self.config.window_size,
-            global_tokens=self.config.global_tokens,
-            near=self.config.near,
-            far=self.config.far,
+            **self.config.joining(),
         )

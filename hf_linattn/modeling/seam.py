@@ -49,10 +49,6 @@ def linattn_mask(
             f"attention_mask has shape {tuple(attention_mask.shape)}; a converted model takes (batch, length), "
             "since a mask per query and key would grow with the square of the length."
         )
-    if attention_mask.shape[-1] != kv_length:
-        raise ValueError(
-            f"attention_mask has {attention_mask.shape[-1]} columns for {kv_length} tokens, the cached ones included."
-        )
     mask = attention_mask.bool()
     if tracing:
         return mask
