@@ -27,6 +27,8 @@ from .modeling.modeling_linattn import (
 )
 
 POSITION_EXTENSIONS = ("repeat", "interpolate")
+# Rotary scalings that read the original length out of max_position_embeddings.
+_ROPE_TYPES_BOUND_TO_LENGTH = ("dynamic", "longrope")
 
 
 def convert(
@@ -266,6 +268,12 @@ def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: i
         raise ValueError(
             f"max_length={max_length!r} must be an integer of at least the checkpoint's {positions} positions; "
             f"leave it out to keep {positions}."
+        )
+    rope = (getattr(base, "rope_parameters", None) or {}).get("rope_type", "default")
+    if max_length > positions and rope in _ROPE_TYPES_BOUND_TO_LENGTH:
+        raise ValueError(
+            f"max_length={max_length}: rope_type={rope!r} scales rotary positions by max_position_embeddings, which a "
+            f"longer conversion would change; leave max_length out to keep {positions}."
         )
     settings = dataclasses.replace(config, max_length=max_length)
     values = base.to_dict()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
@@ -470,6 +471,46 @@ def test_rotary_positions_need_no_table(family: str) -> None:
         assert {name for name in model.state_dict() if "linattn" not in name} == set(base.state_dict())
         inputs = prompts(60, 31)
         torch.testing.assert_close(logits_of(model, inputs), logits_of(base, inputs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": POSITIONS,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_positions_keep_their_scaling_in_longer_texts(rope: dict) -> None:
+    torch.manual_seed(1)
+    config = tiny_config("llama", rope_parameters={"rope_theta": 10000.0, **rope})
+    # twice as long as the tests above: float32 rounds to just over 1e-5
+    base = transformers.LlamaForCausalLM(config).eval().double()
+    model = convert(base, PerformerConfig(num_features=16, window_size=3 * POSITIONS), max_length=3 * POSITIONS)
+    for length in (POSITIONS - 4, 2 * POSITIONS):
+        with torch.no_grad():
+            expected, found = (m(tokens(length)).logits for m in (base, model))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rotary_scaling_that_depends_on_the_length_is_refused() -> None:
+    rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}
+    base = transformers.LlamaForCausalLM(tiny_config("llama", rope_parameters=rope)).eval()
+    with pytest.raises(ValueError, match=rf"max_length=150.*'dynamic'.*keep {POSITIONS}"):
+        convert(base, PerformerConfig(num_features=16), max_length=150)
+    # as long as the base model it is the same
+    model = convert(base, PerformerConfig(num_features=16, window_size=POSITIONS))
+    with torch.no_grad():
+        expected, found = (m(tokens(POSITIONS)).logits for m in (base, model))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @ALL_FAMILIES
