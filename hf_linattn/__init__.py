@@ -3,7 +3,8 @@
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from .convert import convert, convert_checkpoint
+from .checkpoint import convert_checkpoint
+from .convert import convert
 from .modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinformerConfig, PerformerConfig
 from .modeling.modeling_linattn import MODEL_CLASSES, LinAttnPreTrainedModel
 

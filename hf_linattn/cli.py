@@ -12,10 +12,13 @@ from typing import Any
 from transformers.utils import logging
 
 from . import __version__
-from .convert import POSITION_EXTENSIONS, convert_checkpoint
+from .checkpoint import convert_checkpoint
+from .convert import POSITION_EXTENSIONS
 from .cost import summarize
 from .modeling.configuration_linattn import METHODS, AttentionConfig
 from .modeling.modeling_linattn import AUTO_CLASSES
+
+DTYPES = ("float32", "float16", "bfloat16", "auto")
 
 
 @dataclass(kw_only=True)
@@ -23,7 +26,7 @@ class ConvertOptions:
     """Options of `hf-linattn convert` beside those of the methods."""
 
     output: str = field(metadata={"help": "Folder to write. It appears when it is complete."})
-    method: str = field(default="performer", metadata={"help": "Which attention.", "choices": tuple(METHODS)})
+    method: str = field(metadata={"help": "Which attention.", "choices": tuple(METHODS)})
     auto_class: str | None = field(
         default=None,
         metadata={
@@ -39,10 +42,10 @@ class ConvertOptions:
         },
     )
     dtype: str | None = field(
-        default=None, metadata={"help": "Data type of the weights, e.g. bfloat16. Default: the checkpoint's."}
+        default=None, metadata={"help": "Data type of the weights. Default: the checkpoint's.", "choices": DTYPES}
     )
     revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a Hub id."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace what is in the output folder."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace an earlier conversion in the output folder."})
 
 
 def add_options(parser: Any, options: type, *, skip: frozenset[str] = frozenset()) -> None:
@@ -100,6 +103,13 @@ def _convert(given: dict[str, Any]) -> None:
     )
     print(f"{model} -> {options.output} ({type(converted).__name__}, {options.method})")
     print(summarize(converted))
+    if not _has_exact_part(converted.config.attention):
+        print("note                    no exact part (--window-size, --global-tokens): train it before use")
+
+
+def _has_exact_part(config: AttentionConfig) -> bool:
+    """Whether some keys are seen exactly: without, a swap alone loses most of a model."""
+    return config.near and bool(config.window_size or config.global_tokens)
 
 
 def _parser() -> argparse.ArgumentParser:

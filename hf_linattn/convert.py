@@ -2,16 +2,15 @@
 
 import copy
 import dataclasses
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import tqdm
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig, method_class
 from .modeling.families import FAMILIES, MODEL_TYPE_PREFIX
@@ -88,7 +87,11 @@ def convert(
             str(model_or_id), auto_class, from_pretrained_kwargs
         )
         _model_config(base_config, config, max_length)
-        base = base_class.from_pretrained(str(model_or_id), config=base_config, **from_pretrained_kwargs)
+        try:
+            base = base_class.from_pretrained(str(model_or_id), config=base_config, **from_pretrained_kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"The weights of {str(model_or_id)!r} are damaged: {error}") from error
+        _check_loaded(base)
         new_config = _model_config(base.config, config, max_length)
         state = dict(base.state_dict())
     else:
@@ -112,80 +115,11 @@ def convert(
     problems = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(problems.values()):
         raise RuntimeError(f"The converted model does not match the checkpoint's weights: {problems}")
-    model.config.name_or_path = model.name_or_path = base.config.name_or_path
+    # not the base's name: whoever reads it, as PEFT does for an adapter, would load the softmax model by it
+    model.config.name_or_path = model.name_or_path = ""
     if base.can_generate() and model.can_generate():
         model.generation_config = copy.deepcopy(base.generation_config)
     return model.eval() if device_map is not None else model.to(device).eval()
-
-
-def convert_checkpoint(
-    model_id: str | Path,
-    output_dir: str | Path,
-    config: AttentionConfig | str,
-    *,
-    overwrite: bool = False,
-    **convert_kwargs: Any,
-) -> LinAttnPreTrainedModel:
-    """`convert` from one folder or Hub id to another folder, which then holds all that a model repository has.
-
-    Written are the weights, the config, the modelling files for `trust_remote_code=True`, the tokenizer
-    with its `model_max_length` raised, and the generation config where the checkpoint has one. The folder
-    appears when it is complete, and not before.
-
-    Args:
-        model_id: a Hub id or a folder.
-        output_dir: where to write; must be empty or not exist, unless `overwrite`.
-        config: as in `convert`.
-        overwrite: replace what is in `output_dir`.
-        convert_kwargs: all other arguments of `convert`.
-
-    Returns:
-        The converted model.
-
-    Raises:
-        FileExistsError: `output_dir` has something in it and `overwrite` is False.
-        ValueError: as `convert`, or `output_dir` is the folder to convert.
-    """
-    output_dir = Path(output_dir)
-    if Path(model_id).is_dir() and Path(model_id).resolve() == output_dir.resolve():
-        raise ValueError(f"output_dir={str(output_dir)!r} is the checkpoint itself; write somewhere else.")
-    if output_dir.is_file():
-        raise FileExistsError(f"output_dir={str(output_dir)!r} is a file.")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
-        raise FileExistsError(f"output_dir={str(output_dir)!r} is not empty; pass overwrite=True to replace it.")
-    model = convert(model_id, config, **convert_kwargs)
-    hub_kwargs = {k: v for k, v in convert_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
-
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    # beside the target, so that the last step is a rename within one file system
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
-    try:
-        model.save_pretrained(unfinished)
-        _save_tokenizer(model_id, unfinished, model.config.linattn["max_length"], hub_kwargs)
-        _save_generation_config(model_id, unfinished, hub_kwargs)
-        unfinished.chmod(0o755)
-        _put_in_place(unfinished, output_dir, overwrite)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return model
-
-
-def _put_in_place(folder: Path, target: Path, overwrite: bool) -> None:
-    """Rename `folder` to `target`; what stood there is moved aside first, so that one of the two is always whole."""
-    aside = folder.with_name(f"{folder.name}-replaced")
-    if overwrite and target.exists():
-        target.rename(aside)
-    try:
-        # fails, rather than replaces it, where another process has filled the folder since the check
-        folder.rename(target)
-    except BaseException as error:
-        if aside.exists() and not target.exists():
-            aside.rename(target)
-        if isinstance(error, OSError):
-            raise FileExistsError(f"output_dir={str(target)!r} was written by another process meanwhile.") from error
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _attention_config(config: AttentionConfig | str, seed: int | None) -> AttentionConfig:
@@ -229,19 +163,29 @@ def _resolve(
     """Classes to make and to load, the checkpoint's config, and the arguments left for the loading."""
     if (name := getattr(auto_class, "__name__", auto_class)) not in (None, *AUTO_CLASSES):
         raise ValueError(f"auto_class={name!r} is not one of {', '.join(map(repr, AUTO_CLASSES))}.")
-    if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
+    if not model_id or (model_id.startswith(("/", ".", "~")) and not Path(model_id).exists()):
         raise FileNotFoundError(f"There is no folder {model_id!r}.")
     # not the dtype: a config would keep "auto", which names no dtype
     config_kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
-    config, rest = AutoConfig.from_pretrained(model_id, return_unused_kwargs=True, **config_kwargs)
+    try:
+        config, rest = AutoConfig.from_pretrained(model_id, return_unused_kwargs=True, **config_kwargs)
+    except OSError as error:
+        if Path(model_id).exists():
+            raise
+        raise FileNotFoundError(f"{model_id!r} is no folder, and no Hub id that can be reached: {error}") from error
     # what names the place to load from was used for the config, and is needed for the weights as well
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
     rest |= {key: kwargs[key] for key in kept if key in kwargs}
     if config.model_type not in FAMILIES:
         raise _unsupported(config)
     if name is None:
-        architectures = config.architectures or [f"{FAMILIES[config.model_type].prefix}Model"]
-        cls = _converted_class(architectures[0], config)
+        if not config.architectures:
+            raise ValueError(
+                "The checkpoint's config names no architecture; pass auto_class, one of: "
+                + ", ".join(AUTO_CLASSES)
+                + "."
+            )
+        cls = _converted_class(config.architectures[0], config)
     elif config.model_type in MODEL_CLASSES[name]:
         cls = MODEL_CLASSES[name][config.model_type]
     else:
@@ -251,7 +195,9 @@ def _resolve(
 
 def _check_loaded(model: PreTrainedModel) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("The model is quantized; convert it first and quantize the converted model.")
+        raise ValueError(
+            "The model is quantized. Load the full-precision weights, convert those, and quantize the converted model."
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("Some weights of the model are on the meta device (offloaded); load it without device_map.")
 
@@ -264,10 +210,12 @@ def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: i
     positions = base.max_position_embeddings - offset
     if max_length is None:
         max_length = positions if config.max_length is None else config.max_length
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < positions:
+    # rotary positions have no table that a shorter length would have to cut
+    least = 1 if FAMILIES[base.model_type].position_table is None else positions
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < least:
         raise ValueError(
-            f"max_length={max_length!r} must be an integer of at least the checkpoint's {positions} positions; "
-            f"leave it out to keep {positions}."
+            f"max_length={max_length!r} must be an integer of at least {least}; leave it out to keep the checkpoint's "
+            f"{positions} positions."
         )
     rope = (getattr(base, "rope_parameters", None) or {}).get("rope_type", "default")
     if max_length > positions and rope in _ROPE_TYPES_BOUND_TO_LENGTH:
@@ -283,7 +231,7 @@ def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: i
     name = getattr(base, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
     values[name] = max_length + offset
     converted = CONFIG_CLASSES[base.model_type].from_dict({**values, "linattn": settings.to_dict()})
-    converted.name_or_path = base.name_or_path
+    converted.name_or_path = ""
     check_config(converted)
     return converted
 
@@ -328,29 +276,3 @@ def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, 
         if getattr(settings, "sharing", None) == "layers" and shared is None:
             shared = module
     return state
-
-
-def _save_tokenizer(model_id: str | Path, folder: Path, max_length: int, hub_kwargs: dict[str, Any]) -> None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_id), **hub_kwargs)
-        # where there are no files, some versions of Transformers make one up that knows special tokens only
-        if len(tokenizer) <= len(tokenizer.all_special_ids):
-            raise OSError("it would know no words")
-    except (OSError, ValueError) as error:
-        transformers.logging.get_logger(__name__).warning(
-            f"No tokenizer was found with {str(model_id)!r}, and none is written ({error})."
-        )
-        return
-    tokenizer.model_max_length = max_length
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        # a length that tokenizer.json cuts at, left by the training of a sentence encoder
-        backend.no_truncation()
-        backend.no_padding()
-    tokenizer.save_pretrained(folder)
-
-
-def _save_generation_config(model_id: str | Path, folder: Path, hub_kwargs: dict[str, Any]) -> None:
-    try:
-        GenerationConfig.from_pretrained(str(model_id), **hub_kwargs).save_pretrained(folder)
-    except OSError:
-        return  # encoders have none

@@ -36,6 +36,10 @@ class ConversionSummary:
     softmax_flops: float
     crossover: int | None
 
+    def _comparison(self) -> str:
+        ratio = self.softmax_flops / self.flops
+        return f"{ratio:.1f} times fewer" if ratio >= 1 else f"{1 / ratio:.1f} times MORE"
+
     def __str__(self) -> str:
         crossover = (
             f"nowhere up to {self.max_length:,} tokens"
@@ -47,8 +51,8 @@ class ConversionSummary:
                 f"layers converted        {self.converted} of {self.layers}",
                 f"parameters added        {self.parameters_added:,}",
                 f"positions               {self.max_length:,}{', rotary: no table to extend' if self.rotary else ''}",
-                f"attention per token     {self.flops / 1e6:,.2f} MFLOP at {self.max_length:,} tokens; softmax "
-                f"{self.softmax_flops / 1e6:,.2f} MFLOP ({self.softmax_flops / self.flops:.1f} times as much)",
+                f"attention per token     {self.flops / 1e6:,.2f} MFLOP at {self.max_length:,} tokens, with softmax "
+                f"{self.softmax_flops / 1e6:,.2f} MFLOP: {self._comparison()}",
                 f"fewer operations        {crossover} (counted in matrix products; time also depends on the machine)",
             )
         )

@@ -189,10 +189,10 @@ def plot(rows: list[Row], path: Path) -> None:
     ]
     axes.barh([row.setting for row in rows], values, xerr=spread, color="#4c72b0", ecolor="black", capsize=3)
     axes.axvline(values[-1], color="#c44e52", linestyle="--", linewidth=1)
-    left = min(values) / 2
-    for position, value in enumerate(values):
-        axes.text(left * 1.05, position, _number(value), va="center", color="white", fontsize=9)
-    axes.set(xscale="log", xlim=(left, None), xlabel="perplexity without training (line: original; range: documents)")
+    for position, row in enumerate(rows):
+        axes.text(max(row.by_document) * 1.1, position, _number(row.perplexity), va="center", fontsize=9)
+    axes.set(xscale="log", xlim=(min(rows[-1].by_document) / 2, max(values) * 4), ylim=(-0.7, len(rows) - 0.3))
+    axes.set_xlabel("perplexity without training (line: original; range: over documents)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

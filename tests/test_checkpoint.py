@@ -1,6 +1,6 @@
 """`convert_checkpoint`: complete folders or none."""
 
-import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, GenerationConfig
 
+import hf_linattn.checkpoint as checkpoint_module
 from hf_linattn import PerformerConfig, convert_checkpoint
 
 from .helpers import inputs_for, outputs_of, save_tokenizer, tiny_model
@@ -16,8 +17,6 @@ from .helpers import inputs_for, outputs_of, save_tokenizer, tiny_model
 pytestmark = pytest.mark.core
 
 CONFIG = PerformerConfig(num_features=16)
-# by name: the package's attribute `convert` is the function
-convert_module = importlib.import_module("hf_linattn.convert")
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_what_fails_leaves_nothing_behind(
         raise error("in the middle")
 
     before = listing(tmp_path)
-    monkeypatch.setattr(convert_module, step, fail)
+    monkeypatch.setattr(checkpoint_module, step, fail)
     with pytest.raises(error, match="in the middle"):
         convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
     assert listing(tmp_path) == before
@@ -80,24 +79,59 @@ def test_what_fails_leaves_nothing_behind(
 def test_what_fails_leaves_the_old_folder_alone(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "out").mkdir()
+    convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
     (tmp_path / "out" / "mine").write_text("kept")
-    monkeypatch.setattr(convert_module, "_save_tokenizer", lambda *args: 1 / 0)
+    monkeypatch.setattr(checkpoint_module, "_save_tokenizer", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert_checkpoint(checkpoint, tmp_path / "out", CONFIG, overwrite=True)
     assert (tmp_path / "out" / "mine").read_text() == "kept"
 
 
-def test_a_folder_that_is_not_empty_is_replaced_only_when_asked(checkpoint: Path, tmp_path: Path) -> None:
+def test_only_an_earlier_conversion_is_replaced_and_only_when_asked(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "mine").write_text("kept")
     with pytest.raises(FileExistsError, match=r"out.*not empty.*overwrite=True"):
         convert_checkpoint(checkpoint, output, CONFIG)
+    with pytest.raises(FileExistsError, match=r"out.*something else"):
+        convert_checkpoint(checkpoint, output, CONFIG, overwrite=True)
     assert listing(output) == ["mine"]
-    convert_checkpoint(checkpoint, output, CONFIG, overwrite=True)
-    assert "mine" not in listing(output)
-    assert "config.json" in listing(output)
+    (output / "mine").unlink()
+    convert_checkpoint(checkpoint, output, CONFIG)
+    with pytest.raises(FileExistsError, match="not empty"):
+        convert_checkpoint(checkpoint, output, CONFIG)
+    convert_checkpoint(checkpoint, output, CONFIG, max_length=128, overwrite=True)
+    assert json.loads((output / "config.json").read_text())["linattn"]["max_length"] == 128
+    assert listing(tmp_path) == ["a checkpoint", "out"]
+
+
+def test_a_link_is_followed(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    for overwrite in (False, True):
+        convert_checkpoint(checkpoint, tmp_path / "link", CONFIG, overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert "config.json" in listing(tmp_path / "target")
+        assert listing(tmp_path) == ["a checkpoint", "link", "target"]
+
+
+def test_what_holds_the_checkpoint_is_never_the_output(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contains the checkpoint"):
+        convert_checkpoint(checkpoint, tmp_path, CONFIG, overwrite=True)
+    assert listing(tmp_path) == ["a checkpoint"]
+
+
+def test_a_loaded_model_is_sent_to_convert(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"BertModel.*convert\(\)"):
+        convert_checkpoint(tiny_model(), tmp_path / "out", CONFIG)
+
+
+def test_a_sentence_encoder_keeps_its_other_modules(minilm: Path, tmp_path: Path) -> None:
+    convert_checkpoint(minilm, tmp_path / "out", CONFIG, max_length=1024)
+    for name in ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (minilm / name).read_bytes()
+    settings = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
+    assert settings["max_seq_length"] == 1024
 
 
 def test_an_empty_folder_is_filled(checkpoint: Path, tmp_path: Path) -> None:
@@ -116,7 +150,7 @@ def test_a_folder_filled_meanwhile_is_not_replaced(
         output.mkdir()
         (output / "theirs").write_text("kept")
 
-    monkeypatch.setattr(convert_module, "_save_generation_config", other_process)
+    monkeypatch.setattr(checkpoint_module, "_save_generation_config", other_process)
     with pytest.raises(OSError):
         convert_checkpoint(checkpoint, output, CONFIG)
     assert listing(output) == ["theirs"]
@@ -146,7 +180,7 @@ def test_bad_settings_fail_before_anything_is_written(checkpoint: Path, tmp_path
 
 
 def test_two_processes_into_one_folder_leave_one_complete_model(checkpoint: Path, tmp_path: Path) -> None:
-    package = Path(convert_module.__file__).parents[1]
+    package = Path(checkpoint_module.__file__).parents[1]
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from hf_linattn import PerformerConfig, convert_checkpoint\n"

@@ -44,9 +44,9 @@ def test_convert_writes_what_python_would(checkpoint: Path, tmp_path: Path, caps
     ("options", "message"),
     [
         (["--method", "linformer", "--num-features", "8"], "--num-features: not an option of --method linformer"),
-        (["--num-features", "0"], "num_features=0"),
-        (["--max-length", "3"], "max_length=3"),
-        (["--layers", "7"], "layers=[7]"),
+        (["--method", "performer", "--num-features", "0"], "num_features=0"),
+        (["--method", "performer", "--max-length", "3"], "max_length=3"),
+        (["--method", "performer", "--layers", "7"], "layers=[7]"),
     ],
 )
 def test_bad_values_are_one_line(
@@ -60,13 +60,13 @@ def test_bad_values_are_one_line(
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 1
+    assert main(["convert", str(tmp_path / "none"), "--method", "linformer", "--output", str(tmp_path / "out")]) == 1
     assert "There is no folder" in capsys.readouterr().err
 
 
 def test_a_choice_that_does_not_exist_lists_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["convert", "x", "--output", "y", "--feature-map", "cosine"])
+        main(["convert", "x", "--method", "performer", "--output", "y", "--feature-map", "cosine"])
     assert "trigonometric" in capsys.readouterr().err
 
 
@@ -79,3 +79,15 @@ def test_help_describes_every_field(call: list[str]) -> None:
         for field in dataclasses.fields(config):
             assert f"--{field.name.replace('_', '-')}" in words
             assert " ".join(field.metadata["help"].split()[:5]) in words
+
+
+def test_a_name_that_is_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "nofolder", "--method", "linformer", "--output", str(tmp_path / "out")]) == 1
+    assert "'nofolder' is no folder" in capsys.readouterr().err
+
+
+def test_damaged_weights_are_one_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(["convert", str(checkpoint), "--method", "linformer", "--output", str(tmp_path / "out")]) == 1
+    assert f"weights of '{checkpoint}' are damaged" in capsys.readouterr().err

@@ -501,6 +501,13 @@ def test_rotary_positions_keep_their_scaling_in_longer_texts(rope: dict) -> None
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_rotary_models_may_become_shorter() -> None:
+    model = convert(tiny_model("llama", CAUSAL_LM), PerformerConfig(num_features=16), max_length=POSITIONS // 2)
+    assert model.config.max_position_embeddings == POSITIONS // 2
+    with pytest.raises(ValueError, match=rf"max_length={POSITIONS // 2}.*at least {POSITIONS}"):
+        convert(tiny_model("gpt2", CAUSAL_LM), PerformerConfig(num_features=16), max_length=POSITIONS // 2)
+
+
 def test_rotary_scaling_that_depends_on_the_length_is_refused() -> None:
     rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}
     base = transformers.LlamaForCausalLM(tiny_config("llama", rope_parameters=rope)).eval()

@@ -73,6 +73,8 @@ class AttentionConfig:
         if self.max_length is not None:
             _check_integer(name, "max_length", self.max_length, 1)
         if self.layers is not None:
+            if not isinstance(self.layers, (list, tuple)):
+                raise ValueError(f"{name}: layers={self.layers!r} must be a list of integers.")
             self.layers = sorted(self.layers)
             for index in self.layers:
                 _check_integer(name, "layers", index, 0)
@@ -104,10 +106,12 @@ class AttentionConfig:
         """
         settings = dict(settings)
         version = settings.pop("format_version", FORMAT_VERSION)
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise ValueError(f"linattn.format_version={version!r} must be an integer.")
+        if version > FORMAT_VERSION:
             raise ValueError(
                 f"linattn.format_version={version!r} is newer than what this hf-linattn reads ({FORMAT_VERSION}). "
-                "Upgrade with `pip install -U hf-linattn`, or load with `trust_remote_code=True`."
+                "Upgrade with `pip install -U hf-linattn`."
             )
         cls = method_class(settings.pop("method", None))
         known = {f.name for f in dataclasses.fields(cls)}
