@@ -5,6 +5,9 @@ Shapes: a *row* is one document of a batch; its keys stand left-aligned, `length
 the query's block or in one of its two neighbours; every other key is *far*.
 """
 
+from collections.abc import Callable
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,17 +71,22 @@ def far_sums(per_block: Tensor) -> Tensor:
     Blocks before and blocks after are added up apart. Subtracting the near blocks from a total would
     be one pass fewer, but would leave only rounding where the near blocks hold almost everything.
     """
-    before = F.pad(per_block, (0, 0, 0, 0, 2, 0))[..., :-2, :, :].cumsum(-3)
-    after = F.pad(per_block, (0, 0, 0, 0, 0, 2))[..., 2:, :, :].flip(-3).cumsum(-3).flip(-3)
-    return before + after
+    return _over_far(per_block, torch.add, 0.0)
 
 
 def far_maxima(per_block: Tensor) -> Tensor:
     """`far_sums` with the maximum in place of the sum; -inf where nothing is far."""
-    low = float("-inf")
-    before = F.pad(per_block, (0, 0, 0, 0, 2, 0), value=low)[..., :-2, :, :].cummax(-3).values
-    after = F.pad(per_block, (0, 0, 0, 0, 0, 2), value=low)[..., 2:, :, :].flip(-3).cummax(-3).values.flip(-3)
-    return torch.maximum(before, after)
+    return _over_far(per_block, torch.maximum, float("-inf"))
+
+
+def _over_far(per_block: Tensor, combine: Callable[[Tensor, Tensor], Tensor], none: float) -> Tensor:
+    # one addition after the other: several times faster on a CPU than a cumulative sum over a dimension that
+    # is not the last
+    blocks = per_block.unbind(-3)
+    nothing = torch.full_like(blocks[0], none)
+    before = [nothing, nothing, *accumulate(blocks[:-2], combine)]
+    after = [nothing, nothing, *accumulate(reversed(blocks[2:]), combine)]
+    return torch.stack([combine(*pair) for pair in zip(before, reversed(after[: len(blocks)]), strict=False)], dim=-3)
 
 
 def near_mask(length: int, lengths: Tensor | None, window: int, global_tokens: int, device: torch.device) -> Tensor:

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import from_blocks, near_keys, near_mask, row_lengths, to_blocks, with_neighbours
+from .blocks import from_blocks, near_keys, near_mask, pieces, row_lengths, to_blocks, with_neighbours
 from .configuration_linattn import LinformerConfig
-from .projections import Projection, Segments, segment
+from .projections import Projection, Segments, Summaries, segment
 
 
-def _masked(log_mass: Tensor, dtype: torch.dtype) -> Tensor:
+def _finite(log_mass: Tensor, dtype: torch.dtype) -> Tensor:
     """Log masses as an additive mask: -inf becomes finite, so that a row that sees nothing stays finite."""
     return log_mass.to(dtype).clamp_min(torch.finfo(dtype).min / 2)
 
@@ -55,47 +55,61 @@ def linformer_attention(
     query_blocks = to_blocks(query, window)
     blocks = query_blocks.shape[2]
 
-    keys, values, masks = [], [], []  # each (batch, heads, blocks, keys, dim); masks (batch, heads, blocks, keys)
-    if near and window_size:
-        keys.append(with_neighbours(to_blocks(key, window)))
-        values.append(with_neighbours(to_blocks(value, window)))
-        masks.append(near_keys(real_lengths, blocks, window, global_tokens)[:, None])
+    key_blocks, value_blocks = to_blocks(key, window), to_blocks(value, window)
+    # what all blocks see, or each has: (batch, heads, 1 or blocks, keys, dim) and (batch, 1 or heads, ..., keys)
+    keys, values, masks = [], [], []
     if near and global_tokens:
         keys.append(key[:, :, None, :global_tokens])
         values.append(value[:, :, None, :global_tokens])
         seen = torch.arange(length, device=query.device)[:global_tokens] < real_lengths[:, None]
-        masks.append(seen[:, None, None])
-    masks = [torch.zeros(m.shape, device=m.device).masked_fill(~m, float("-inf")) for m in masks]
+        masks.append(_log(seen[:, None, None]))
     if far:
         segments = segment(real_lengths, length, projection.slots, first=global_tokens)
         if window_size:
             # means over the far part of a segment are sums over sums: float32, as elsewhere in the join
             summaries = projection(key.float(), value.float(), segments, window)
-            keys.append(summaries.key.to(key.dtype))
-            values.append(summaries.value.to(value.dtype))
-            masks.append(summaries.log_mass)
         else:
-            summaries = projection(key, value, segments)
-            # one block: (batch, heads, 1, slots, dim)
-            keys.append(summaries.key.unsqueeze(2))
-            values.append(summaries.value.unsqueeze(2))
-            masks.append(summaries.log_mass.unsqueeze(2))
+            # one block
+            summaries = Summaries(*(x.unsqueeze(2) for x in projection(key, value, segments)))
+        keys.append(summaries.key.to(key.dtype))
+        values.append(summaries.value.to(value.dtype))
+        masks.append(summaries.log_mass)
 
-    def joined(parts: list[Tensor]) -> Tensor:
-        # every part is seen from every block of every row
-        parts = [part.expand(batch, heads, blocks, *part.shape[3:]) for part in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+    outputs = []
+    for begin, end in pieces(blocks, window):
+        run_keys, run_values, run_masks = ([_of_run(x, begin, end) for x in xs] for xs in (keys, values, masks))
+        if near and window_size:
+            run_keys.append(with_neighbours(key_blocks, begin, end))
+            run_values.append(with_neighbours(value_blocks, begin, end))
+            run_masks.append(_log(near_keys(real_lengths, end - begin, window, global_tokens, start=begin)[:, None]))
+        shape = (batch, heads, end - begin)
+        # blocks become rows of the batch: (batch, heads * blocks, window, dim)
+        out = F.scaled_dot_product_attention(
+            query_blocks[:, :, begin:end].flatten(1, 2),
+            _joined(run_keys, shape).flatten(1, 2),
+            _joined(run_values, shape).flatten(1, 2),
+            attn_mask=_finite(_joined(run_masks, shape), query.dtype).flatten(1, 2).unsqueeze(-2),
+            scale=1.0,
+        )
+        # and rows of the batch become blocks again
+        outputs.append(out.unflatten(1, (heads, end - begin)))
+    return from_blocks(torch.cat(outputs, dim=2), length)
 
-    # blocks become rows of the batch: (batch, heads * blocks, window, dim)
-    out = F.scaled_dot_product_attention(
-        query_blocks.flatten(1, 2),
-        joined(keys).flatten(1, 2),
-        joined(values).flatten(1, 2),
-        attn_mask=_masked(joined(masks), query.dtype).flatten(1, 2).unsqueeze(-2),
-        scale=1.0,
-    )
-    # and rows of the batch become blocks again
-    return from_blocks(out.unflatten(1, (heads, blocks)), length)
+
+def _log(seen: Tensor) -> Tensor:
+    """Log of the mass of single keys: 0 for those that are seen, -inf for the others."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, float("-inf"))
+
+
+def _of_run(part: Tensor, begin: int, end: int) -> Tensor:
+    """The blocks `begin` .. `end` of what has one entry for each block; else what all blocks see."""
+    return part if part.shape[2] == 1 else part[:, :, begin:end]
+
+
+def _joined(parts: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """Keys, values or masks of all parts for (batch, heads, blocks): every part is seen from every block."""
+    parts = [part.expand(*shape, *part.shape[3:]) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
 def linformer_attention_reference(
