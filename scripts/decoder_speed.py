@@ -220,48 +220,52 @@ def train_table(results: dict[str, dict[str, dict[str, Any]]], length: int) -> s
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Decoding time and state by position, and time and memory of a training step."""
-    figure, panels = plt.subplots(2, 2, figsize=(12, 8))
-    names = report["settings"]
+    names, decoding, training = report["settings"], report["decode"] or {}, report["train"] or {}
+    rows = [draw for draw, results in ((_plot_decoding, decoding), (_plot_training, training)) if results]
+    figure, panels = plt.subplots(len(rows), 2, figsize=(12, 4 * len(rows)), squeeze=False)
     colors = dict(zip(names, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    decoding = report["decode"] or {}
+    for draw, axes in zip(rows, panels, strict=True):
+        draw(report, colors, axes)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _plot_decoding(report: dict[str, Any], colors: dict[str, str], panels: Any) -> None:
     for axes, key, scale, label in (
-        (panels[0, 0], "seconds", 1e3, "decoding, ms per token"),
-        (panels[0, 1], "state_bytes", 1 / _MIB, "state, MiB"),
+        (panels[0], "seconds", 1e3, "decoding, ms per token"),
+        (panels[1], "state_bytes", 1 / _MIB, "state, MiB"),
     ):
-        for name, cells in decoding.items():
+        for name, cells in report["decode"].items():
             values = [cell[key] * scale for cell in cells]
             axes.plot([cell["position"] for cell in cells], values, marker="o", label=name, color=colors[name])
-        # sizes are powers apart, times are not
-        axes.set(xscale="log", yscale="log" if key == "state_bytes" else "linear", xlabel="position", ylabel=label)
+        axes.set(xscale="log", yscale="log", xlabel="position", ylabel=label)
         ticks = report["positions"]
         axes.set_xticks(ticks, [f"{position:,}" for position in ticks])
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(alpha=0.3)
-    if decoding:
-        panels[0, 0].set_ylim(bottom=0)
-        panels[0, 0].legend(fontsize=8)
-    training = report["train"] or {}
+    panels[0].legend(fontsize=8)
+
+
+def _plot_training(report: dict[str, Any], colors: dict[str, str], panels: Any) -> None:
+    training = report["train"]
     rows = list(training)[::-1]
-    ways = list(training[rows[0]]) if rows else []
+    ways = list(training[rows[0]])
     for axes, key, scale, label in (
-        (panels[1, 0], "seconds", 1, f"training step, {report['train_length']:,} tokens: seconds"),
-        (panels[1, 1], "peak_bytes", 1 / _GIB, "training step: peak memory, GiB"),
+        (panels[0], "seconds", 1, f"training step of {report['train_length']:,} tokens, seconds"),
+        (panels[1], "peak_bytes", 1 / _GIB, "its peak memory (whole process), GiB"),
     ):
         for index, way in enumerate(ways):
             places = [row + 0.4 * (len(ways) / 2 - index - 0.5) for row in range(len(rows))]
             values = [training[name][way].get(key, 0) * scale for name in rows]
-            hatch = "//" if way == "with" else ""
+            hatch = "//" if way == "with" and len(ways) > 1 else ""
             bars = axes.barh(places, values, 0.38, color=[colors[name] for name in rows], alpha=0.8, hatch=hatch)
             labels = [f"{value:.1f}" if value else training[rows[i]][way]["failed"] for i, value in enumerate(values)]
             axes.bar_label(bars, labels, padding=3, fontsize=8)
         axes.set_yticks(range(len(rows)), rows)
         axes.margins(x=0.15)
-        axes.set_xlabel(label + ("\n(hatched: with checkpointing)" if "with" in ways else ""))
+        axes.set_xlabel(label + (" (hatched: with checkpointing)" if len(ways) > 1 else ""))
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def notes(options: argparse.Namespace) -> list[str]:
