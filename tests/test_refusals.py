@@ -144,9 +144,9 @@ def test_a_checkpoint_is_refused_before_its_weights_are_read(tmp_path: Path) -> 
     """The folder has a config and no weights: any other order would end in a missing file."""
     tiny_config("bert").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="max_length=5"):
-        convert(tmp_path, CONFIG, max_length=5)
+        convert(tmp_path, CONFIG, auto_class="AutoModel", max_length=5)
     with pytest.raises(OSError):
-        convert(tmp_path, CONFIG)
+        convert(tmp_path, CONFIG, auto_class="AutoModel")
 
 
 def test_converting_a_converted_folder_is_refused(tmp_path: Path) -> None:
