@@ -81,20 +81,23 @@ def run(name: str, length: int) -> dict[str, float]:
 
 
 def markdown(results: dict[str, dict[int, dict[str, float]]], lengths: list[int]) -> str:
-    """A row per setting: memory at each length, its growth from first to last, and the time at the last."""
-    head = [f"MiB at {length:,}" for length in lengths]
-    times = [f"s at {length:,}" for length in lengths]
-    growth = f"memory, {lengths[-1]:,} : {lengths[0]:,}"
-    lines = [
-        f"| attention | {' | '.join([*head, growth, *times])} |",
-        "| --- |" + " --- |" * (2 * len(lengths) + 1),
-    ]
-    for name, cells in results.items():
-        memory = [f"{cells[length]['peak_mib']:,.0f}" for length in lengths]
-        seconds = [f"{cells[length]['seconds']:.2f}" for length in lengths]
-        ratio = cells[lengths[-1]]["peak_mib"] / max(cells[lengths[0]]["peak_mib"], 1)
-        lines.append(f"| {name} | {' | '.join([*memory, f'{ratio:.1f}', *seconds])} |")
-    return "\n".join(lines)
+    """A table of memory and one of time by length; memory with its growth over the last four-fold length."""
+    quarter = next((length for length in lengths if length * 4 == lengths[-1]), lengths[0])
+    growth = f"{lengths[-1]:,} : {quarter:,}"
+    tables = []
+    for title, key, form, last in (
+        ("peak MiB, by tokens", "peak_mib", "{:,.0f}", True),
+        ("seconds, by tokens", "seconds", "{:.2f}", False),
+    ):
+        head = [title, *(f"{length:,}" for length in lengths), *([growth] if last else [])]
+        lines = [f"| {' | '.join(head)} |", "| --- |" + " --- |" * (len(head) - 1)]
+        for name, cells in results.items():
+            row = [form.format(cells[length][key]) for length in lengths]
+            if last:
+                row.append(f"{cells[lengths[-1]][key] / max(cells[quarter][key], 1):.1f}")
+            lines.append(f"| {name} | {' | '.join(row)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def plot(results: dict[str, dict[int, dict[str, float]]], lengths: list[int], path: Path) -> None:
@@ -118,7 +121,7 @@ def plot(results: dict[str, dict[int, dict[str, float]]], lengths: list[int], pa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="Path without ending of the files to write.")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="Tokens.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384], help="Tokens.")
     parser.add_argument("--measure", choices=SETTINGS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
