@@ -2,7 +2,6 @@
 # All set-up, then format, lint, types and tests.
 #   bash scripts/test.sh            newest Transformers in full, and the core tests with the lowest supported
 #   bash scripts/test.sh --lowest   all tests with the lowest supported Transformers
-#   bash scripts/test.sh --slow     the tests that take minutes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1
@@ -13,19 +12,15 @@ case "${1:-}" in
     .venv/bin/ruff check .
     .venv/bin/mypy
     bash scripts/setup.sh .venv-lowest constraints-lowest.txt
-    .venv-lowest/bin/python -m pytest -q -m "core and not slow"
-    .venv/bin/python -m pytest -q -m "not slow"
+    .venv-lowest/bin/python -m pytest -q -m core
+    .venv/bin/python -m pytest -q
     ;;
 --lowest)
     bash scripts/setup.sh .venv-lowest constraints-lowest.txt
-    .venv-lowest/bin/python -m pytest -q -m "not slow"
-    ;;
---slow)
-    bash scripts/setup.sh
-    .venv/bin/python -m pytest -q -m slow
+    .venv-lowest/bin/python -m pytest -q
     ;;
 *)
-    echo "test.sh: unknown option $1; allowed are --lowest and --slow" >&2
+    echo "test.sh: unknown option $1; allowed is --lowest" >&2
     exit 2
     ;;
 esac
