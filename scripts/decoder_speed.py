@@ -28,6 +28,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from process_memory import peak
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -67,12 +68,6 @@ def step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> None:
     # older versions of Transformers call it past_key_values
     keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     model(input_ids=ids, **{keyword: cache}, use_cache=True, logits_to_keep=1)
-
-
-def peak() -> int:
-    """Largest memory that this process ever held, in bytes."""
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def state_bytes(cache: DynamicCache) -> int:

@@ -8,7 +8,6 @@ the loaded model; softmax is SDPA with the same repeated position table.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import matplotlib
 import torch
 from documents import joined_document
 from minilm import minilm_folder
+from process_memory import peak
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -52,12 +52,6 @@ def load(name: str, length: int) -> PreTrainedModel:
     return AutoModel.from_config(softmax_config).__class__.from_pretrained(
         None, config=softmax_config, state_dict=weights
     )
-
-
-def peak() -> int:
-    """Largest memory that this process ever held, in bytes."""
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 @torch.no_grad()
