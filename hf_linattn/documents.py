@@ -130,6 +130,8 @@ def load_rows(config: DataConfig, columns: Sequence[str] = ()) -> Dataset | Iter
     """
     config = config.resolved()
     if config.dataset == TOPICS:
+        if config.split is not None:
+            raise ValueError(f"split={config.split!r}: {TOPICS} has no splits.")
         rows: Any = _topics()
     else:
         rows = _load(config)
