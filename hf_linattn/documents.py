@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from .presets import PRESETS
@@ -29,8 +29,8 @@ class DataConfig:
 
     dataset: str = field(
         metadata={
-            "help": f"Hub id, file (jsonl, json, csv, parquet, arrow, txt; gzipped too) or folder of such files, "
-            f"'{TOPICS}' (the help texts of Python itself), or a preset: {', '.join(sorted(PRESETS))}."
+            "help": f"Hub id, file (jsonl, json, csv, parquet, arrow; gzipped too; txt is one document) or folder of "
+            f"such files, '{TOPICS}' (the help texts of Python itself), or a preset: {', '.join(sorted(PRESETS))}."
         }
     )
     dataset_config: str | None = field(
@@ -46,8 +46,15 @@ class DataConfig:
     split_column: str | None = field(
         default=None, metadata={"help": "Column that tells the split, for files without splits of their own."}
     )
-    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    text_column: str = field(default="text", metadata={"help": "Column that holds the text, or a list of its parts."})
     label_column: str | None = field(default=None, metadata={"help": "Column that holds the class of a document."})
+    label_value: str | None = field(
+        default=None,
+        metadata={
+            "help": "Make two classes, yes and no: whether this is the document's class, or is among its classes where "
+            "the column holds lists."
+        },
+    )
     group_column: str | None = field(
         default=None,
         metadata={"help": "Column whose values are kept together when documents are parted, such as a book or author."},
@@ -56,7 +63,10 @@ class DataConfig:
         default=None, metadata={"help": "Column that names a document. Default: its number in the dataset."}
     )
     max_documents: int | None = field(
-        default=None, metadata={"help": "Use at most this many documents, drawn with --data-seed. Default: all."}
+        default=None,
+        metadata={
+            "help": "Use at most this many documents, drawn with --data-seed; of a stream the first ones. Default: all."
+        },
     )
     max_classes: int | None = field(
         default=None, metadata={"help": "Use the classes that come first in the alphabet. Default: all."}
@@ -66,8 +76,11 @@ class DataConfig:
         metadata={"help": "Use at most this many documents of each class, its groups in turn. Default: all."},
     )
     data_seed: int = field(default=0, metadata={"help": "Seed of the draw of documents."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the dataset as it is used, without a copy on the disk."}
+    streaming: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Read the dataset as it is used, without a copy on the disk. Default: of large presets only."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -77,9 +90,9 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-        for name in ("max_classes", "max_per_class"):
+        for name in ("max_classes", "max_per_class", "label_value"):
             if getattr(self, name) is not None and self.resolved().label_column is None:
-                raise ValueError(f"{name}={getattr(self, name)} needs a label_column.")
+                raise ValueError(f"{name}={getattr(self, name)!r} needs a label_column.")
 
     def resolved(self) -> "DataConfig":
         """This config with a preset's name replaced by what it stands for; fields that were given win."""
@@ -88,8 +101,10 @@ class DataConfig:
         defaults = {f.name: f.default for f in fields(self)}
         preset = PRESETS[self.dataset].fields
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != defaults[f.name]}
-        result = replace(self, dataset=preset["dataset"])
-        return replace(result, **{**preset, **given, "dataset": preset["dataset"]})
+        if "label_column" in given:
+            # a value of the preset's own column
+            preset = {name: value for name, value in preset.items() if name != "label_value"}
+        return replace(self, **{**preset, **given, "dataset": preset["dataset"]})
 
 
 @dataclass(frozen=True)
@@ -147,17 +162,12 @@ def load_rows(config: DataConfig, columns: Sequence[str] = ()) -> Dataset | Iter
         )
     if config.split_column is not None and config.split is not None:
         column, value = config.split_column, config.split
-        seen: set[str] = set()
-
-        def in_split(row: dict[str, Any]) -> bool:
-            seen.add(str(row[column]))
-            return str(row[column]) == value
-
-        rows = (
-            rows.filter(in_split) if config.streaming else rows.select([i for i, r in enumerate(rows) if in_split(r)])
-        )
-        if not config.streaming and not len(rows):
-            raise ValueError(f"split={value!r}: column {column!r} has {', '.join(map(repr, sorted(seen)))}.")
+        if config.streaming:
+            return rows.filter(lambda row: str(row[column]) == value)
+        values = [str(x) for x in rows[column]]
+        rows = rows.select([index for index, x in enumerate(values) if x == value])
+        if not len(rows):
+            raise ValueError(f"split={value!r}: column {column!r} has {', '.join(map(repr, sorted(set(values))))}.")
     return rows
 
 
@@ -165,36 +175,87 @@ def load_documents(config: DataConfig) -> Documents:
     """The documents that a config selects, in memory; those without any text are left out and counted.
 
     Raises:
-        ValueError: as `load_rows`, or no document is left.
+        ValueError: as `load_rows`; a text is no text; a document has no class, or several; or no document is left.
     """
     config = config.resolved()
     rows = load_rows(config)
-    names = getattr((rows.features or {}).get(config.label_column), "names", None)
-    documents, empty = [], 0
+    names = _class_names((rows.features or {}).get(config.label_column))
+    # of a stream only what comes first is read, unless classes are chosen, which may begin late
+    enough = config.max_documents if config.streaming else None
+    if config.max_classes is not None or config.max_per_class is not None:
+        enough = None
+    documents: list[Document] = []
+    classes: set[str] = set()
+    empty = 0
     for index, row in enumerate(rows):
-        text = row[config.text_column]
-        if not isinstance(text, str) or not text.strip():
+        text = _text(row[config.text_column], config, index)
+        if not text.strip():
             empty += 1
             continue
+        label = None
+        if config.label_column is not None:
+            its_classes = _classes(row[config.label_column], names)
+            classes.update(its_classes)
+            label = _label(its_classes, config, index)
         documents.append(
             Document(
                 id=str(index if config.id_column is None else row[config.id_column]),
                 text=text,
-                label=None if config.label_column is None else _label(row[config.label_column], names),
+                label=label,
                 group=None if config.group_column is None else str(row[config.group_column]),
             )
         )
-        # of a stream, what comes first: the rest is never read
-        if config.streaming and config.max_documents is not None and len(documents) == config.max_documents:
+        if len(documents) == enough:
             break
     if not documents:
-        raise ValueError(f"{config.dataset}: no document with text is left ({empty} without any).")
+        split = "" if config.split is None else f" split={config.split!r}:"
+        raise ValueError(f"{config.dataset}:{split} no document with text is left ({empty} without any).")
+    if config.label_value is not None and config.label_value not in classes:
+        raise ValueError(
+            f"label_value={config.label_value!r}: column {config.label_column!r} has "
+            f"{', '.join(map(repr, sorted(classes)))}."
+        )
     return Documents(_selected(documents, config), empty)
 
 
-def _label(value: Any, names: Sequence[str] | None) -> str:
-    """The name of a class: of a ClassLabel its own, else the value as it is written."""
-    return names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
+def _text(value: Any, config: DataConfig, index: int) -> str:
+    """The text of a row; parts, such as paragraphs, are joined by line breaks, and none is an empty text."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return "\n".join(value)
+    raise ValueError(
+        f"text_column={config.text_column!r}: row {index} holds {type(value).__name__} {str(value)[:60]!r}; it must "
+        "be a text or a list of texts."
+    )
+
+
+def _class_names(feature: Any) -> Sequence[str] | None:
+    """The names of the classes of a column of ClassLabels, or of lists of them."""
+    return getattr(getattr(feature, "feature", feature), "names", None)
+
+
+def _classes(value: Any, names: Sequence[str] | None) -> list[str]:
+    """The names of a document's classes: of a ClassLabel its own, else the value as it is written."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if names is None:
+        return [str(x) for x in values]
+    # a negative ClassLabel stands for none
+    return [names[x] for x in values if x >= 0]
+
+
+def _label(classes: list[str], config: DataConfig, index: int) -> str:
+    if config.label_value is not None:
+        return "yes" if config.label_value in classes else "no"
+    if len(classes) != 1:
+        found = f"the classes {', '.join(map(repr, classes))}" if classes else "no class"
+        raise ValueError(
+            f"label_column={config.label_column!r}: row {index} has {found}; it must be one. Choose a column with one "
+            "class per document, or with label_value a class that documents have or have not."
+        )
+    return classes[0]
 
 
 def _selected(documents: list[Document], config: DataConfig) -> list[Document]:
@@ -231,28 +292,32 @@ def _topics() -> Dataset:
 
 def _load(config: DataConfig) -> Dataset | IterableDataset:
     path = Path(config.dataset).expanduser()
+    options: dict[str, Any]
+    if path.exists() or config.dataset.startswith(("/", ".", "~")):
+        options = {"path": _loader(path), "data_files": _files(path)}
+        if options["path"] == "text":
+            # not one for each line
+            options["sample_by"] = "document"
+    else:
+        options = {"path": config.dataset, "name": config.dataset_config, "revision": config.dataset_revision}
     # with a split column, the rows are parted here; a file without splits is called "train" by datasets
     split = None if config.split_column is not None else config.split
-    if path.exists() or config.dataset.startswith(("/", ".", "~")):
-        loaded = load_dataset(_loader(path), data_files=_files(path), split=split, streaming=config.streaming)
-    else:
-        try:
-            loaded = load_dataset(
-                config.dataset,
-                config.dataset_config,
-                split=split,
-                revision=config.dataset_revision,
-                streaming=config.streaming,
-            )
-        except (ConnectionError, OfflineModeIsEnabled) as error:
-            raise ConnectionError(
-                f"{config.dataset!r} is no file or folder here, and the Hub cannot be reached: give a local file, or "
-                f"'{TOPICS}', which needs no network."
-            ) from error
-        except DatasetNotFoundError as error:
-            raise FileNotFoundError(
-                f"{config.dataset!r} is no file or folder here, and no dataset on the Hub."
-            ) from error
+    try:
+        loaded = load_dataset(split=split, streaming=bool(config.streaming), **options)
+    except (ConnectionError, OfflineModeIsEnabled) as error:
+        raise ConnectionError(
+            f"{config.dataset!r} is no file or folder here, and the Hub cannot be reached: give a local file, or "
+            f"'{TOPICS}', which needs no network."
+        ) from error
+    except DatasetNotFoundError as error:
+        raise FileNotFoundError(
+            f"{config.dataset!r} is no file or folder here, and no dataset on the Hub that can be read: {error}"
+        ) from error
+    except DatasetGenerationError as error:
+        raise ValueError(f"{config.dataset!r} cannot be read: {error.__cause__ or error}") from error
+    except RuntimeError as error:
+        # datasets that are scripts
+        raise ValueError(f"{config.dataset!r} cannot be loaded: {error}") from error
     if isinstance(loaded, (Dataset, IterableDataset)):
         return loaded
     if len(loaded) > 1:
