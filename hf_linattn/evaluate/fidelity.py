@@ -1,0 +1,338 @@
+"""How near each converted layer stays to the softmax attention that it replaces, on the same inputs.
+
+The softmax model reads each document, and every converted layer is given what the same layer of the softmax
+model was given, so that no layer answers for those before it. What is compared is the attention output before
+its projection.
+
+Two errors are told apart. With A the matrix of weights that the method puts on the keys, never formed when it
+runs: the *approximation error* is that of A V against softmax(Q K^T) V, and the *re-association error* is that of
+the output as it is computed, such as phi(Q) (phi(K)^T V), against A V: rounding alone. Rows of A are derivatives
+of the output by the values, which is exact for every method: an output is linear in the values, or the greatest of
+some, and so equals the sum of its derivatives times the values.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import tqdm
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..modeling.causal_linformer import CausalLinformerAttention
+from ..modeling.families import FAMILIES
+from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, position_offset, self_attentions
+from ..modeling.seam import ATTENTION_NAME
+
+# Weights that differ by no more than this share of the greatest one are as great.
+_TIE = 1e-5
+# A summary of these weighs each channel of the values in its own way.
+_PER_CHANNEL = ("max", "conv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFidelity:
+    """One converted layer, over all documents.
+
+    Attributes:
+        layer: index of the layer, from 0.
+        relative_error: |o_linear - o_softmax| / |o_softmax|, Frobenius norms over all tokens and heads.
+        cosine: of the two outputs of a token, all heads together; mean over tokens.
+        agreement: how often the most attended key is the one that softmax attends to most; where several are
+            attended to alike, as the tokens of one summary are, the chance that one of them drawn at random is it.
+        near_mass: share of softmax attention that falls on keys that the exact branch holds.
+        reassociation_error: relative error of the output against its own weights times the values: rounding.
+        approximation_error: relative error of the weights times the values against softmax: features, summaries.
+        head_relative_error, head_cosine: the same of each head alone.
+
+    The middle four are means over sampled queries.
+    """
+
+    layer: int
+    relative_error: float
+    cosine: float
+    agreement: float
+    near_mass: float
+    reassociation_error: float
+    approximation_error: float
+    head_relative_error: tuple[float, ...]
+    head_cosine: tuple[float, ...]
+
+
+class _Attention(NamedTuple):
+    """Queries and keys, multiplied by the square root of the scale, values and output: (1, heads, length, dim)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+
+
+def fidelity(
+    base: nn.Module,
+    converted: nn.Module,
+    documents: Sequence[Sequence[int]],
+    *,
+    queries: int = 64,
+    seed: int = 0,
+) -> list[LayerFidelity]:
+    """Compare every converted layer with the softmax layer that it replaces. Memory grows linearly with the length.
+
+    Args:
+        base: the softmax model, with room for the documents (`hf_linattn.convert.extend_positions`).
+        converted: its conversion, which may carry a PEFT adapter, on the same device and in the same dtype; its own
+            weights of queries, keys and values are used.
+        documents: token ids of each, without padding.
+        queries: how many queries of each document are drawn for what needs their weights on all keys.
+        seed: seed of that draw.
+
+    Returns:
+        One entry per converted layer, first layer first; layers that stayed softmax have none.
+
+    Raises:
+        ValueError: the models do not belong together, a document is empty or longer than a model takes, or there
+            is none.
+    """
+    linear_model: Any = converted.get_base_model() if isinstance(converted, PeftModel) else converted
+    if not isinstance(base, PreTrainedModel) or not isinstance(linear_model, LinAttnPreTrainedModel):
+        raise ValueError(
+            f"base is a {type(base).__name__} and converted a {type(linear_model).__name__}; they must be a model of "
+            "Transformers and its conversion."
+        )
+    _check(base, linear_model, documents, queries)
+    sums: dict[int, _Sums] = {}
+    modes = base.training, converted.training
+    base.eval()
+    converted.eval()
+    draw = random.Random(seed)
+    try:
+        for document in tqdm(documents, desc="Fidelity", unit="document", leave=False):
+            positions = torch.tensor(sorted(draw.sample(range(len(document)), min(queries, len(document)))))
+            with _compared(base, linear_model, positions.to(base.device), sums):
+                _read(base, document)
+    finally:
+        base.train(modes[0])
+        converted.train(modes[1])
+    return [sums[layer].result(layer) for layer in sorted(sums)]
+
+
+def _check(
+    base: PreTrainedModel, converted: LinAttnPreTrainedModel, documents: Sequence[Sequence[int]], queries: int
+) -> None:
+    if base.config.model_type != converted.config.base_model_type:
+        raise ValueError(
+            f"base has model_type={base.config.model_type!r}, and converted was made from "
+            f"{converted.config.base_model_type!r}."
+        )
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if getattr(base.config, name) != getattr(converted.config, name):
+            raise ValueError(
+                f"base has {name}={getattr(base.config, name)}, and converted {getattr(converted.config, name)}."
+            )
+    if (base.device, base.dtype) != (converted.device, converted.dtype):
+        raise ValueError(
+            f"base is {base.dtype} on {base.device}, and converted {converted.dtype} on {converted.device}; they must "
+            "be the same."
+        )
+    if isinstance(queries, bool) or not isinstance(queries, int) or queries < 1:
+        raise ValueError(f"queries={queries!r} must be an integer of at least 1.")
+    if not documents or not all(len(document) for document in documents):
+        raise ValueError("documents is empty, or holds a document without a token.")
+    longest = max(len(document) for document in documents)
+    limits = {"converted": converted.attention_config.max_length}
+    if FAMILIES[base.config.model_type].position_table is not None:
+        limits["base"] = base.config.max_position_embeddings - position_offset(base.config)
+    for name, limit in limits.items():
+        if limit is not None and longest > limit:
+            raise ValueError(f"A document has {longest} tokens, and {name} takes at most {limit}.")
+
+
+def _read(base: PreTrainedModel, document: Sequence[int]) -> None:
+    without_cache = {"use_cache": False} if FAMILIES[base.config.model_type].causal else {}
+    with torch.no_grad():
+        base.base_model(input_ids=torch.tensor([list(document)], device=base.device), **without_cache)
+
+
+class _Softmax(nn.Module):
+    """Softmax attention in the place of a linear one, for as long as the base model is watched."""
+
+    causal: ClassVar[bool] = False  # no state in a cache
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal, scale=1.0)
+
+
+@contextmanager
+def _compared(
+    base: PreTrainedModel, converted: LinAttnPreTrainedModel, positions: Tensor, sums: dict[int, "_Sums"]
+) -> Iterator[None]:
+    """While this lasts, each attention layer of `base` that runs is compared, and `sums` collects what was found."""
+    family = FAMILIES[base.config.model_type]
+    found: list[_Attention] = []
+    # of calls, not of modules: one module may serve several layers
+    layers = count()
+
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        query, key, value = args[:3]
+        found.append(_Attention(query, key, value, output))
+
+    def compare(theirs: nn.Module, linear: LinearAttention | None) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            layer = next(layers)
+            if linear is None:
+                return
+            theirs(*args, **kwargs)
+            softmax, ours = found
+            if layer not in sums:
+                sums[layer] = _Sums(heads=ours.query.shape[1])
+            sums[layer].add(softmax, ours, linear, positions, causal=family.causal)
+            # with what the measurement itself ran
+            found.clear()
+
+        return hook
+
+    handles, watched = [], []
+    implementation = base.config._attn_implementation
+    try:
+        base.set_attn_implementation(ATTENTION_NAME)
+        pairs = zip(self_attentions(base, family), self_attentions(converted, family), strict=True)
+        for (_, ours), (_, theirs) in pairs:
+            linear: Any = getattr(theirs, "linattn", None)
+            if linear is not None:
+                ours.linattn = _Softmax(is_causal=family.causal)
+                watched.append(ours)
+                handles += [ours.linattn.register_forward_hook(keep), linear.register_forward_hook(keep)]
+            handles.append(ours.register_forward_hook(compare(theirs, linear), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for attention in watched:
+            del attention.linattn
+        base.set_attn_implementation(implementation)
+
+
+class _Sums:
+    """What the fields of `LayerFidelity` are made from, added up over documents."""
+
+    def __init__(self, *, heads: int) -> None:
+        self.tokens = self.rows = 0
+        self.cosine = self.agreement = self.near_mass = 0.0
+        # squares: of the error and of softmax per head, and of what the sampled queries tell
+        self.error, self.size, self.head_cosine = (torch.zeros(heads, dtype=torch.float64) for _ in range(3))
+        self.reassociation, self.weighted, self.approximation, self.sampled = (0.0 for _ in range(4))
+
+    def add(
+        self, softmax: _Attention, ours: _Attention, linear: LinearAttention, positions: Tensor, *, causal: bool
+    ) -> None:
+        """One document. `softmax` is the base's attention, `ours` that of `linear`; `positions` (queries,)."""
+        wanted, output = softmax.output[0].double(), ours.output[0].double()
+        self.error += (output - wanted).square().sum((1, 2)).cpu()
+        self.size += wanted.square().sum((1, 2)).cpu()
+        # (heads, length, dim), and all heads of a token as one vector: (length, heads * dim)
+        self.head_cosine += F.cosine_similarity(output, wanted, dim=-1).sum(-1).cpu()
+        tokens, wanted_tokens = (x.transpose(0, 1).flatten(1) for x in (output, wanted))
+        self.cosine += float(F.cosine_similarity(tokens, wanted_tokens, dim=-1).sum())
+        self.tokens += output.shape[1]
+
+        exact = _softmax_weights(softmax, positions, causal=causal)
+        weights = _weights(linear, ours.query, ours.key, ours.value, positions)
+        top = exact >= exact.amax(-1, keepdim=True) * (1 - _TIE)
+        greatest = weights.amax(-1, keepdim=True)
+        ours_top = weights >= greatest - _TIE * greatest.abs()
+        self.agreement += float(((top & ours_top).sum(-1) / ours_top.sum(-1)).sum())
+        if near := _near(linear, ours, positions):
+            self.near_mass += float((exact * near[0]).sum())
+        self.rows += exact.shape[0] * exact.shape[1]
+
+        # (heads, queries, dim)
+        weighted = weights.double() @ ours.value[0].double()
+        outputs = [weighted, output[:, positions], wanted[:, positions]]
+        if getattr(linear.config, "projection", None) in _PER_CHANNEL:
+            # the weights of a query are those of one channel
+            channel = _channels(positions, weighted.shape[-1])[None, :, None].expand(len(weighted), -1, 1)
+            outputs = [x.gather(-1, channel) for x in outputs]
+        weighted, output, wanted = outputs
+        self.reassociation += float((output - weighted).square().sum())
+        self.weighted += float(weighted.square().sum())
+        self.approximation += float((weighted - wanted).square().sum())
+        self.sampled += float(wanted.square().sum())
+
+    def result(self, layer: int) -> LayerFidelity:
+        return LayerFidelity(
+            layer=layer,
+            relative_error=_ratio(float(self.error.sum()), float(self.size.sum())),
+            cosine=self.cosine / self.tokens,
+            agreement=self.agreement / self.rows,
+            near_mass=self.near_mass / self.rows,
+            reassociation_error=_ratio(self.reassociation, self.weighted),
+            approximation_error=_ratio(self.approximation, self.sampled),
+            head_relative_error=tuple(map(_ratio, self.error.tolist(), self.size.tolist())),
+            head_cosine=tuple((self.head_cosine / self.tokens).tolist()),
+        )
+
+
+def _ratio(error: float, size: float) -> float:
+    """Of norms, from their squares."""
+    return (error / max(size, 1e-300)) ** 0.5
+
+
+def _softmax_weights(attention: _Attention, positions: Tensor, *, causal: bool) -> Tensor:
+    """Softmax of the queries at `positions` over all keys, (heads, queries, length), float32."""
+    logits = attention.query[0, :, positions].float() @ attention.key[0].float().transpose(-1, -2)
+    if causal:
+        later = torch.arange(logits.shape[-1], device=logits.device) > positions[:, None]
+        logits = logits.masked_fill(later, float("-inf"))
+    return logits.softmax(-1)
+
+
+def _channels(positions: Tensor, dim: int) -> Tensor:
+    """Which channel of its output each of the queries is asked for, (queries,)."""
+    return torch.arange(len(positions), device=positions.device) % dim
+
+
+def _weights(linear: LinearAttention, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+    """What the outputs at `positions` weigh the values with, (heads, queries, length), float32.
+
+    The derivative of one output channel of a query is by the same channel of all values; as many queries as there
+    are channels, each on its own, are asked for in one backward pass.
+    """
+    leaf = value.detach().float().requires_grad_()
+    with torch.enable_grad():
+        # only a decoder's layers take a cache
+        output = linear(query.float(), key.float(), leaf, None, *((None,) if linear.causal else ()))
+    rows = []
+    for chosen in positions.split(value.shape[-1]):
+        channel = _channels(chosen, value.shape[-1])
+        asked = torch.zeros_like(output)
+        asked[0, :, chosen, channel] = 1.0
+        (derivative,) = torch.autograd.grad(output, leaf, asked, retain_graph=True)
+        # (1, heads, length, channels) -> (heads, queries, length)
+        rows.append(derivative[0, ..., channel].transpose(-1, -2))
+    return torch.cat(rows, dim=1)
+
+
+def _near(linear: LinearAttention, attention: _Attention, positions: Tensor) -> list[Tensor]:
+    """Which keys the exact branch holds for the queries at `positions`, (heads, queries, length); [] without one."""
+    config = linear.config
+    # without a window, a causal Linformer still sees the query's own segment exactly
+    has_near = config.window_size or config.global_tokens or isinstance(linear, CausalLinformerAttention)
+    if not (config.near and has_near):
+        return []
+    far, config.far = config.far, False
+    try:
+        # with queries and keys of zeros all weights are the same
+        nothing = torch.zeros_like(attention.query), torch.zeros_like(attention.key)
+        return [_weights(linear, *nothing, attention.value, positions) > 0]
+    finally:
+        config.far = far
