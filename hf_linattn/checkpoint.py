@@ -64,17 +64,22 @@ def convert_checkpoint(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         hub_kwargs = {k: v for k, v in convert_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
-        max_length = model.config.linattn["max_length"]
-        model.save_pretrained(unfinished)
-        _save_tokenizer(model_id, unfinished, max_length, hub_kwargs)
-        _save_generation_config(model_id, unfinished, hub_kwargs)
-        _save_sentence_modules(model_id, unfinished, max_length, hub_kwargs)
+        save_checkpoint(model, model_id, unfinished, **hub_kwargs)
         unfinished.chmod(0o755)
         _put_in_place(unfinished, target, overwrite)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return model
+
+
+def save_checkpoint(model: LinAttnPreTrainedModel, source: str | Path, folder: Path, **hub_kwargs: Any) -> None:
+    """Write into `folder` a converted model and all else that the checkpoint `source` (an id or folder) has."""
+    max_length = model.config.linattn["max_length"]
+    model.save_pretrained(folder)
+    _save_tokenizer(source, folder, max_length, hub_kwargs)
+    _save_generation_config(source, folder, hub_kwargs)
+    _save_sentence_modules(source, folder, max_length, hub_kwargs)
 
 
 def _check_target(source: Path, name: str, target: Path, overwrite: bool) -> None:

@@ -164,11 +164,21 @@ class Projection(nn.Module):
         return self._weight(side)[:, :, column].permute(2, 0, 1, 3)
 
     def deviation(self, side: str, segments: Segments) -> Tensor:
-        """What `learned` adds to the segment means, (batch, heads or 1, slots, length)."""
-        # a token's relative position in its row, on the scale of max_length
-        column = (2 * segments.rank + 1) * self.max_length // (2 * segments.total)
-        scale = self.slots / segments.total * segments.held
-        return self.columns(side, column.clamp_max(self.max_length - 1)) * scale[:, None, None]
+        """What `learned` adds to the segment means, (batch, heads or 1, slots, length).
+
+        A token has the mean of the columns that belong to its relative position in the row, on the scale of
+        max_length: what short rows teach holds for long ones too.
+        """
+        begin = segments.rank * self.max_length // segments.total
+        end = torch.maximum((segments.rank + 1) * self.max_length // segments.total, begin + 1)
+        # the mean of a span is a difference of two running sums
+        sums = nn.functional.pad(self._weight(side).float().cumsum(-1), (1, 0))
+        end = end.clamp_max(self.max_length)
+        begin = begin.clamp_max(self.max_length - 1)
+        scale = self.slots / segments.total * segments.held / (end - begin)
+        # (heads or 1, slots, batch, length) -> (batch, heads or 1, slots, length)
+        difference = (sums[:, :, end] - sums[:, :, begin]).permute(2, 0, 1, 3)
+        return difference * scale[:, None, None]
 
     def kernel(self, side: str, segments: Segments) -> Tensor:
         """The convolution's weight for each token: (batch, heads or 1, length, head_dim)."""

@@ -1,0 +1,497 @@
+"""One adaptation from start to end: its stages in turn, its checkpoints, and the folder that comes out of it."""
+
+import copy
+import dataclasses
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from ..checkpoint import save_checkpoint
+from ..documents import DataConfig, load_documents
+from ..modeling.families import FAMILIES, MODEL_TYPE_PREFIX
+from ..modeling.modeling_linattn import HEAD_CLASSES, MODEL_CLASSES, LinAttnPreTrainedModel
+from . import checkpoints
+from .config import AdaptConfig
+from .distil import Distil
+from .groups import choose_trained
+from .loop import Loop, Progress, Rows, check_batch_size
+from .lora import add_adapter, merged
+from .monitor import MetricsFile, check_tracker
+from .sequences import Example, Sequences, tokenize
+from .stage import Stage
+from .task import HEADS, Task, add_labels
+from .teacher import softmax_teacher
+from .transfer import Transfer
+
+#: Folder of the run inside the output folder: settings.json, metrics.jsonl, and while it goes on checkpoint and best.
+TRAINING = "training"
+# What may change between two starts of one run: none of it changes what is learned, or it was changed on purpose.
+_MAY_CHANGE = (
+    "micro_batch_size",
+    "gradient_checkpointing",
+    "mixed_precision",
+    "eval_steps",
+    "checkpoint_steps",
+    "log_steps",
+    "tracker",
+    "max_grad_norm",
+    "transfer_feature_lr",
+    "transfer_projection_lr",
+    "transfer_query_key_lr",
+    "feature_lr",
+    "projection_lr",
+    "query_key_lr",
+    "learning_rate",
+)
+
+logger = logging.get_logger(__name__)
+
+
+def adapt(
+    model: str | Path | LinAttnPreTrainedModel,
+    output_dir: str | Path,
+    config: AdaptConfig | None = None,
+    *,
+    data: DataConfig,
+    eval_data: DataConfig | None = None,
+    base: str | Path | PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    accelerator: Accelerator | None = None,
+) -> LinAttnPreTrainedModel:
+    """Train a converted model: attention transfer, distillation and a task, in this order, each if it has steps.
+
+    `output_dir` becomes a full checkpoint, with tokenizer and sentence modules, whose config tells how it
+    was trained (`linattn_training`). While the run goes on, its checkpoints are in `output_dir`/training; a
+    run that was killed continues when it is started again with the same arguments, and ends as if it had
+    not been killed. `output_dir`/training/metrics.jsonl has one line for each logged step.
+
+    Args:
+        model: a converted model, or the folder or Hub id of one.
+        output_dir: where to write.
+        config: stages, losses, learning rates. Default: `AdaptConfig()`.
+        data: documents to train on; with `label_column` for the task "sequence-classification".
+        eval_data: documents to evaluate on. Default: some sequences of `data` are held out.
+        base: the softmax model that `model` was converted from. Default: `model` itself with softmax
+            attention, which is the same as long as its weights have not been trained.
+        tokenizer: default: the one that is saved with `model`, or with `base`.
+        accelerator: default: one made from the environment, as `accelerate launch` sets it.
+
+    Returns:
+        The adapted model, in eval mode, on the CPU.
+
+    Raises:
+        FileExistsError: `output_dir` holds something else, or a run with other settings.
+        FloatingPointError: a loss or gradient is NaN or Inf.
+        ImportError: the tracker is not installed.
+        ValueError: the model, the data and the settings do not fit together.
+    """
+    config = AdaptConfig() if config is None else config
+    run = _Run(model, Path(output_dir), config, data, eval_data, base, tokenizer, accelerator)
+    return run.run()
+
+
+class _Run:
+    def __init__(
+        self,
+        model: str | Path | LinAttnPreTrainedModel,
+        output_dir: Path,
+        config: AdaptConfig,
+        data: DataConfig,
+        eval_data: DataConfig | None,
+        base: str | Path | PreTrainedModel | None,
+        tokenizer: Any,
+        accelerator: Accelerator | None,
+    ) -> None:
+        self.model, self.base, self.config, self.data, self.eval_data = model, base, config, data, eval_data
+        self.output_dir, self.training = output_dir, output_dir / TRAINING
+        check_tracker(config.tracker)
+        if config.task == "sequence-classification" and data.resolved().label_column is None:
+            raise ValueError("task='sequence-classification' needs a label_column in the data.")
+        self.start = _config_of(model)
+        self._check_start()
+        self.tokenizer = self._tokenizer() if tokenizer is None else tokenizer
+        self._check_lengths()
+        self.settings = _settings(self)
+        self._check_output()
+        self.accelerator = accelerator or Accelerator(
+            mixed_precision=config.mixed_precision,
+            log_with=config.tracker,
+            project_dir=str(self.training) if config.tracker else None,
+        )
+        check_batch_size(config, self.accelerator.num_processes)
+        self.metrics = MetricsFile(self.training / "metrics.jsonl")
+        self.history: list[dict[str, Any]] = []
+
+    # -- checks, before anything is loaded or written ---------------------------------------------
+
+    def _check_start(self) -> None:
+        needs_base = self.config.transfer_steps or self.config.distil_steps or self.config.task_distillation
+        if needs_base and self.base is None and getattr(self.start, "linattn_training", None):
+            raise ValueError("base is missing: the model has been trained already, and is no teacher for itself.")
+        family = FAMILIES[self.start.base_model_type]
+        if self.config.task == "causal-lm" and not family.causal:
+            raise ValueError(f"task='causal-lm': {family.model_type} is an encoder; use 'masked-lm'.")
+        if self.config.task == "masked-lm" and family.causal:
+            raise ValueError(f"task='masked-lm': {family.model_type} is a decoder; use 'causal-lm'.")
+
+    def _check_lengths(self) -> None:
+        max_length = self.start.linattn["max_length"]
+        if self.config.sequence_length > max_length:
+            raise ValueError(
+                f"sequence_length={self.config.sequence_length} is more than the model's max_length={max_length}."
+            )
+        if self.config.task == "masked-lm" and self.tokenizer.mask_token_id is None:
+            raise ValueError("task='masked-lm': the tokenizer has no mask token.")
+
+    def _tokenizer(self) -> Any:
+        for place in (self.model, self.base):
+            name = place if isinstance(place, (str, Path)) else getattr(place, "name_or_path", "")
+            if name:
+                try:
+                    tokenizer = AutoTokenizer.from_pretrained(str(name))
+                except (OSError, ValueError):
+                    continue
+                return tokenizer
+        raise ValueError("tokenizer is missing: none was found with the model or its base.")
+
+    def _check_output(self) -> None:
+        if not self.output_dir.exists() or not any(self.output_dir.iterdir()):
+            return
+        try:
+            before = json.loads((self.training / "settings.json").read_text())
+        except (OSError, ValueError):
+            raise FileExistsError(
+                f"output_dir={str(self.output_dir)!r} is not empty, and holds no run that could be continued."
+            ) from None
+        for part, values in self.settings.items():
+            for name, value in values.items() if isinstance(values, dict) else ():
+                earlier = before.get(part, {}).get(name)
+                if earlier != value and name not in _MAY_CHANGE:
+                    raise FileExistsError(
+                        f"output_dir={str(self.output_dir)!r} holds a run with {name}={earlier!r}, not {value!r}; "
+                        "write somewhere else, or remove it."
+                    )
+
+    # -- the run ------------------------------------------------------------------------------------
+
+    def run(self) -> LinAttnPreTrainedModel:
+        if (self.output_dir / "config.json").is_file():
+            logger.warning(f"{str(self.output_dir)!r} holds the result of this run already; nothing is left to do.")
+            return _load(self.output_dir, None)
+        stages = self.config.stages()
+        if self.accelerator.is_main_process:
+            self.training.mkdir(parents=True, exist_ok=True)
+            _write_whole(self.training / "settings.json", json.dumps(self.settings, indent=1) + "\n")
+        if self.config.tracker:
+            flat = {k: v for k, v in self.settings["config"].items() if isinstance(v, (int, float, str, bool))}
+            self.accelerator.init_trackers("linattn", flat)
+        self.accelerator.wait_for_everyone()
+
+        found = checkpoints.find(self.training / "checkpoint")
+        state: dict[str, Any] = {"stage": 0, "progress": {}, "history": []}
+        if found is not None:
+            state = checkpoints.read_state(found)
+            logger.info(f"Continuing stage {state['stage']} at step {state['progress'].get('step', 0)}.")
+        self.history = state["history"]
+        names = [name for name, _ in stages]
+        if self.accelerator.is_main_process:
+            done = [*names, "end"][: state["stage"] + 1]
+            self.metrics.take_back(done, state["progress"].get("step", 0))
+        tensors = None if found is None else checkpoints.read_model(found)
+        for index in range(state["stage"], len(stages)):
+            progress = Progress(**(state["progress"] if index == state["stage"] else {}))
+            optimizer = checkpoints.read_optimizer(found) if found is not None and index == state["stage"] else None
+            tensors = self._stage(index, *stages[index], tensors, progress, optimizer)
+        model = self._finished(tensors)
+        if self.config.tracker:
+            self.accelerator.end_training()
+        self.accelerator.wait_for_everyone()
+        return model
+
+    def _stage(
+        self,
+        index: int,
+        name: str,
+        steps: int,
+        tensors: dict[str, Tensor] | None,
+        progress: Progress,
+        optimizer: dict[str, Tensor] | None,
+    ) -> dict[str, Tensor]:
+        """Train one stage; what it ends with is the first checkpoint of the next one, and returned."""
+        sequences = self._sequences(name, self.data, self.config.eval_sequences if self.eval_data is None else 0)
+        student = self._student()
+        needs_teacher = name != "task" or self.config.task_distillation
+        # of the weights that the run began with, not of those that it has come to
+        teacher = softmax_teacher(student, self.base) if needs_teacher else None
+        model: Any = add_adapter(student, self.config) if self.config.lora_rank else student
+        if tensors is not None:
+            checkpoints.load_model_state(model, tensors)
+        choose_trained(model, self.config, name)
+        stage = self._make_stage(name, model, student, teacher)
+        if teacher is not None:
+            teacher.to(self.accelerator.device)
+        # dropout is for tasks: what imitates a teacher should see what the teacher sees
+        stage.train(name == "task")
+        if self.config.gradient_checkpointing:
+            _checkpoint_gradients(student, dropout=name == "task")
+
+        folder, best = self.training / "checkpoint", self.training / "best"
+
+        def save(weights: dict[str, Tensor], moments: dict[str, Tensor] | None, progress: Progress) -> None:
+            state = {"stage": index, "progress": dataclasses.asdict(progress), "history": self.history}
+            checkpoints.write(folder, weights, moments, state)
+
+        def save_best(weights: dict[str, Tensor], progress: Progress) -> None:
+            checkpoints.write(best, weights, None, {"stage": index, "step": progress.step})
+
+        def record(step: int, metrics: dict[str, float]) -> None:
+            if self.accelerator.is_main_process:
+                self.metrics.write({"stage": name, "step": step, **metrics})
+            if self.config.tracker:
+                self.accelerator.log({f"{name}/{key}": value for key, value in metrics.items()}, step=step)
+
+        loop = Loop(
+            accelerator=self.accelerator,
+            config=self.config,
+            stage=stage,
+            steps=steps,
+            rows=self._rows(name, sequences, student, progress.step),
+            evaluation=self._evaluation(name, sequences, student),
+            padding_id=self.tokenizer.pad_token_id or 0,
+            record=record,
+            save=save,
+            save_best=save_best,
+        )
+        progress = loop.run(progress, optimizer)
+        tensors = checkpoints.model_state(stage.model)
+        self.accelerator.wait_for_everyone()
+        chosen = steps
+        if self.config.keep_best and -1 < progress.best_step < steps:
+            kept = checkpoints.find(best)
+            assert kept is not None and checkpoints.read_state(kept) == {"stage": index, "step": progress.best_step}
+            tensors, chosen = checkpoints.read_model(kept), progress.best_step
+        self.history.append(
+            {
+                "stage": name,
+                "steps": steps,
+                "chosen_step": chosen,
+                "tokens": progress.tokens,
+                "seconds": round(progress.seconds, 1),
+            }
+        )
+        if self.accelerator.is_main_process:
+            checkpoints.write(folder, tensors, None, {"stage": index + 1, "progress": {}, "history": self.history})
+        self.accelerator.wait_for_everyone()
+        return tensors
+
+    def _student(self) -> LinAttnPreTrainedModel:
+        """A fresh model, as the run began with."""
+        if isinstance(self.model, LinAttnPreTrainedModel):
+            student = copy.deepcopy(self.model).cpu()
+        else:
+            labels = self._labels() if self.config.task == "sequence-classification" else None
+            student = _load(self.model, self.config.task, labels)
+        wanted = HEADS.get(self.config.task or "")
+        if wanted and type(student) is not MODEL_CLASSES[wanted].get(student.config.base_model_type):
+            raise ValueError(f"task={self.config.task!r} needs a model for {wanted}, not {type(student).__name__}.")
+        return student
+
+    def _make_stage(
+        self, name: str, model: nn.Module, student: LinAttnPreTrainedModel, teacher: LinAttnPreTrainedModel | None
+    ) -> Stage:
+        config = self.config
+        if name == "transfer":
+            return Transfer(model, student, teacher)
+        distil = None
+        if teacher is not None:
+            distil = Distil(
+                model,
+                student,
+                teacher,
+                hidden_weight=config.hidden_weight,
+                embedding_weight=config.embedding_weight,
+                logits_weight=config.logits_weight,
+                temperature=config.temperature,
+                pooling=config.pooling,
+            )
+        if name == "distil":
+            assert distil is not None
+            return distil
+        assert config.task is not None
+        return Task(model, student, task=config.task, distil=distil, distillation=config.task_distillation)
+
+    # -- data -----------------------------------------------------------------------------------------
+
+    def _sequences(self, stage: str, data: DataConfig, held_out: int) -> Sequences:
+        return Sequences(
+            data=data,
+            tokenizer=self.tokenizer,
+            length=self.config.sequence_length,
+            # other batches in each stage
+            seed=self.config.seed * 10 + ("transfer", "distil", "task").index(stage),
+            pool=self.config.shuffle_pool,
+            held_out=held_out,
+            whole=stage == "task" and self.config.task == "sequence-classification",
+        )
+
+    def _rows(self, stage: str, sequences: Sequences, student: LinAttnPreTrainedModel, start: int) -> Any:
+        batches: Iterator[list[Example]] = sequences.batches(self.config.batch_size, start)
+        return lambda step: self._labelled(stage, next(batches), student, str(step))
+
+    def _evaluation(self, stage: str, sequences: Sequences, student: LinAttnPreTrainedModel) -> Rows:
+        if self.eval_data is not None:
+            examples = self._sequences(stage, self.eval_data, self.config.eval_sequences).first()
+        elif self.config.eval_sequences:
+            examples = sequences.evaluation()
+        else:
+            return []
+        return self._labelled(stage, examples, student, "evaluation")
+
+    def _labelled(self, stage: str, examples: list[Example], student: LinAttnPreTrainedModel, step: str) -> Rows:
+        config = self.config
+        classes = config.task == "sequence-classification" and stage == "task"
+        label_ids: Any = student.config.label2id if classes else None
+        rows: Rows = tokenize(examples, self.tokenizer, config.sequence_length, label_ids)
+        if stage != "task" or classes:
+            return rows
+        assert config.task is not None
+        chance = random.Random(f"{config.seed} labels {step}")
+        return add_labels(rows, config.task, self.tokenizer, config.mask_probability, chance)
+
+    def _labels(self) -> list[str]:
+        if self.data.streaming:
+            return []
+        return sorted({str(document.label) for document in load_documents(self.data)})
+
+    # -- the result -------------------------------------------------------------------------------------
+
+    def _finished(self, tensors: dict[str, Tensor] | None) -> LinAttnPreTrainedModel:
+        student = self._student()
+        model: Any = add_adapter(student, self.config) if self.config.lora_rank else student
+        assert tensors is not None
+        checkpoints.load_model_state(model, tensors)
+        if self.accelerator.is_main_process and self.config.lora_rank:
+            unfinished = self.output_dir / ".adapter"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            model.save_pretrained(unfinished)
+            shutil.rmtree(self.output_dir / "adapter", ignore_errors=True)
+            os.replace(unfinished, self.output_dir / "adapter")
+        if self.config.lora_rank:
+            student = merged(model)
+        student.config.linattn_training = self._record()
+        if self.accelerator.is_main_process:
+            self._write(student)
+            for name in ("checkpoint", "best"):
+                shutil.rmtree(self.training / name, ignore_errors=True)
+        return student.requires_grad_(True).eval()
+
+    def _record(self) -> dict[str, Any]:
+        """How the model was trained, as plain JSON."""
+        earlier = getattr(self.start, "linattn_training", None)
+        record = {
+            "base": _name_of(self.base if self.base is not None else self.model),
+            "stages": self.history,
+            "steps": sum(stage["steps"] for stage in self.history),
+            "tokens": sum(stage["tokens"] for stage in self.history),
+            "seconds": round(sum(stage["seconds"] for stage in self.history), 1),
+            "seed": self.config.seed,
+            "data": {**self.settings["data"], "dataset": _name_of(self.data.dataset)},
+            "config": self.settings["config"],
+        }
+        return record | ({"earlier": earlier} if earlier else {})
+
+    def _write(self, model: LinAttnPreTrainedModel) -> None:
+        """The files of a full checkpoint, config.json last: without it, nobody takes the folder for a model."""
+        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=self.output_dir))
+        try:
+            source = self.model if isinstance(self.model, (str, Path)) else self.base
+            if isinstance(source, (str, Path)):
+                save_checkpoint(model, source, unfinished)
+            else:
+                model.save_pretrained(unfinished)
+                self.tokenizer.save_pretrained(unfinished)
+            entries = sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json")
+            for entry in entries:
+                target = self.output_dir / entry.name
+                if target.is_dir():
+                    shutil.rmtree(target)
+                os.replace(entry, target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _config_of(model: str | Path | LinAttnPreTrainedModel) -> Any:
+    if isinstance(model, LinAttnPreTrainedModel):
+        return model.config
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a converted model, a folder or a Hub id.")
+    config = AutoConfig.from_pretrained(str(model))
+    if not config.model_type.startswith(MODEL_TYPE_PREFIX):
+        raise ValueError(f"model={str(model)!r} has model_type={config.model_type!r}: convert it first.")
+    return config
+
+
+def _load(folder: str | Path, task: str | None, labels: list[str] | None = None) -> LinAttnPreTrainedModel:
+    """A converted model with the head that a task needs, or with the one that it was saved with."""
+    config: Any = _config_of(folder)
+    family = config.base_model_type
+    name = config.architectures[0]
+    if task is not None:
+        wanted = MODEL_CLASSES[HEADS[task]].get(family)
+        if wanted is None:
+            raise ValueError(f"task={task!r}: {family} has no such head.")
+        if wanted.__name__ != name and labels:
+            config.label2id = {label: index for index, label in enumerate(labels)}
+            config.id2label = dict(enumerate(labels))
+        # the weights of a head that is not in the checkpoint are drawn anew: the same on every start
+        torch.manual_seed(0)
+        return wanted.from_pretrained(str(folder), config=config).eval()
+    cls = HEAD_CLASSES[family][name.removeprefix("LinAttn")]
+    return cls.from_pretrained(str(folder), config=config).eval()
+
+
+def _checkpoint_gradients(student: LinAttnPreTrainedModel, *, dropout: bool) -> None:
+    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # it acts in training mode only
+    student.train()
+    for module in student.modules():
+        if isinstance(module, nn.Dropout) and not dropout:
+            module.p = 0.0
+
+
+def _settings(run: _Run) -> dict[str, Any]:
+    """What the run was started with, as it is compared with when it is started again."""
+    settings: dict[str, Any] = {
+        "config": dataclasses.asdict(run.config),
+        "data": dataclasses.asdict(run.data),
+        "eval_data": {} if run.eval_data is None else dataclasses.asdict(run.eval_data),
+        "names": {"model": _name_of(run.model), "base": _name_of(run.base)},
+    }
+    return settings
+
+
+def _name_of(model: Any) -> str | None:
+    """A name that means something on other machines: of a folder its last part."""
+    if model is None:
+        return None
+    if isinstance(model, (str, Path)):
+        path = Path(model).expanduser()
+        return path.resolve().name if path.exists() else str(model)
+    return model.name_or_path or type(model).__name__
+
+
+def _write_whole(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}-new")
+    beside.write_text(text)
+    os.replace(beside, path)

@@ -1,0 +1,168 @@
+"""The settings of an adaptation. The defaults are the recipe that did best on a sentence encoder (README)."""
+
+from dataclasses import dataclass, field, fields
+
+TASKS = ("sequence-classification", "masked-lm", "causal-lm")
+TRACKERS = ("tensorboard", "wandb", "trackio")
+PRECISIONS = ("no", "bf16", "fp16")
+POOLINGS = ("mean", "cls")
+
+
+@dataclass(kw_only=True)
+class AdaptConfig:
+    """Stages, losses, learning rates and the loop. A stage with 0 steps is left out.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names it.
+    """
+
+    transfer_steps: int = field(
+        default=300, metadata={"help": "Steps of attention transfer: each layer learns its own softmax output."}
+    )
+    distil_steps: int = field(
+        default=600,
+        metadata={
+            "help": "Steps in which the whole model learns the base model's hidden states and embedding, or logits."
+        },
+    )
+    task_steps: int = field(default=0, metadata={"help": "Steps of training for --task, after the other stages."})
+    task: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the task stage trains: the labels of --label-column, masked or next tokens.",
+            "choices": TASKS,
+        },
+    )
+
+    sequence_length: int = field(default=512, metadata={"help": "Longest training sequence in tokens."})
+    batch_size: int = field(
+        default=4, metadata={"help": "Sequences per step, over all processes and accumulated parts together."}
+    )
+    micro_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Sequences per process and forward pass; gradients add up to --batch-size. Default: all at once."
+        },
+    )
+    shuffle_pool: int = field(
+        default=4096, metadata={"help": "With --streaming, how many sequences are read ahead and shuffled."}
+    )
+
+    transfer_feature_lr: float = field(
+        default=1e-2, metadata={"help": "Learning rate of Performer's feature maps in the transfer."}
+    )
+    transfer_projection_lr: float = field(
+        default=1e-2, metadata={"help": "Learning rate of Linformer's projections in the transfer."}
+    )
+    transfer_query_key_lr: float = field(
+        default=1e-3, metadata={"help": "Learning rate of query and key weights in the transfer. 0 keeps them."}
+    )
+    feature_lr: float = field(default=3e-3, metadata={"help": "Learning rate of feature maps in the later stages."})
+    projection_lr: float = field(default=3e-3, metadata={"help": "Learning rate of projections in the later stages."})
+    query_key_lr: float = field(
+        default=3e-4, metadata={"help": "Learning rate of query and key weights in the later stages. 0 keeps them."}
+    )
+    learning_rate: float = field(
+        default=1e-4, metadata={"help": "Learning rate of all other weights in the later stages. 0 keeps them."}
+    )
+    train_embeddings: bool = field(default=True, metadata={"help": "Train token and position embeddings too."})
+    warmup_steps: int = field(
+        default=10,
+        metadata={"help": "Steps of each stage until the learning rates are reached; then cosine decay to 0."},
+    )
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay, on matrices only."})
+    adam_beta2: float = field(default=0.99, metadata={"help": "AdamW's second beta."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
+
+    hidden_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the error of the hidden states in distillation."}
+    )
+    embedding_weight: float = field(
+        default=1.0, metadata={"help": "Weight of 1 - cosine of the pooled embedding (encoders)."}
+    )
+    logits_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the KL divergence of the logits (decoders)."}
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of that divergence."})
+    pooling: str = field(default="mean", metadata={"help": "How an embedding is pooled.", "choices": POOLINGS})
+    window_dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of steps in which the exact part is switched off, so that the far part learns to do without."
+        },
+    )
+    task_distillation: float = field(
+        default=0.0, metadata={"help": "Weight of the distillation loss beside the loss of the task."}
+    )
+    mask_probability: float = field(default=0.15, metadata={"help": "Share of tokens to guess with --task masked-lm."})
+
+    lora_rank: int = field(
+        default=0, metadata={"help": "Train adapters of this rank instead of the weights. 0: no LoRA."}
+    )
+    lora_alpha: float | None = field(default=None, metadata={"help": "LoRA's alpha. Default: twice the rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA's dropout, in the task stage."})
+    lora_targets: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of the modules that get an adapter. Default: all linear layers but heads."},
+    )
+
+    mixed_precision: str | None = field(
+        default=None, metadata={"help": "Precision of the forward pass. Default: Accelerate's.", "choices": PRECISIONS}
+    )
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Keep fewer activations and compute them again."}
+    )
+    eval_sequences: int = field(
+        default=16, metadata={"help": "Sequences held out of the training data where there are no evaluation data."}
+    )
+    eval_steps: int = field(default=100, metadata={"help": "Steps between two evaluations."})
+    checkpoint_steps: int = field(
+        default=100, metadata={"help": "Steps between two checkpoints, of which the last is kept."}
+    )
+    keep_best: bool = field(
+        default=True,
+        metadata={"help": "End each stage with the weights of its best evaluation, not with the last ones."},
+    )
+    log_steps: int = field(default=10, metadata={"help": "Steps between two lines of metrics."})
+    tracker: str | None = field(
+        default=None, metadata={"help": "Also log to this tracker, which must be installed.", "choices": TRACKERS}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the order of the data and of everything random."})
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, kind = getattr(self, f.name), str(f.type)
+            if value is None and "None" in kind:
+                continue
+            if kind.startswith("int"):
+                least = 0 if f.name in _MAY_BE_ZERO else 1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise ValueError(f"{f.name}={value!r} must be an integer of at least {least}.")
+            elif kind.startswith("float"):
+                largest = 1.0 if f.name in _SHARES else float("inf")
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= largest:
+                    raise ValueError(f"{f.name}={value!r} must be a number from 0 to {largest}.")
+            elif kind == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{f.name}={value!r} must be True or False.")
+            if "choices" in f.metadata and value not in f.metadata["choices"]:
+                allowed = ", ".join(map(repr, f.metadata["choices"]))
+                raise ValueError(f"{f.name}={value!r} is not one of {allowed}.")
+        if bool(self.task_steps) != (self.task is not None):
+            raise ValueError(f"task_steps={self.task_steps} and task={self.task!r}: give both, or neither.")
+        if not any(steps for _, steps in self.stages()):
+            raise ValueError("transfer_steps, distil_steps and task_steps are all 0: there is nothing to train.")
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}."
+            )
+        if self.lora_targets is not None and not self.lora_rank:
+            raise ValueError(f"lora_targets={self.lora_targets!r} needs a lora_rank above 0.")
+
+    def stages(self) -> list[tuple[str, int]]:
+        """Names and steps of the stages, in their order."""
+        steps = (("transfer", self.transfer_steps), ("distil", self.distil_steps), ("task", self.task_steps))
+        return [(name, count) for name, count in steps if count]
+
+
+_MAY_BE_ZERO = ("transfer_steps", "distil_steps", "task_steps", "warmup_steps", "lora_rank", "eval_sequences", "seed")
+_SHARES = ("window_dropout", "mask_probability", "lora_dropout", "adam_beta2")

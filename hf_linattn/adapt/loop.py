@@ -1,0 +1,264 @@
+"""The training loop of one stage, on Accelerate."""
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import tqdm
+from torch import Tensor, nn
+
+from . import checkpoints
+from .config import AdaptConfig
+from .groups import learning_rates, trained_by_group
+from .monitor import attention_statistics, first_non_finite
+from .sequences import collate
+from .stage import Batch, Stage, branches
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class Progress:
+    """Where a stage stands. `seconds` is the time spent in steps, of all starts together."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_loss: float = math.inf
+    best_step: int = -1
+    scaler: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Loop:
+    """Trains one stage.
+
+    Args:
+        stage: whose loss; its parameters that require gradients are trained.
+        rows: step -> the rows of the whole batch, the same on every process; asked for in order.
+        evaluation: the rows that are held out.
+        padding_id: token id of padding.
+        record: takes (step, metrics) on every process; the first one writes them.
+        save: takes (model tensors, optimizer tensors, progress) on the first process, and writes a checkpoint.
+        save_best: the same for the best evaluation so far.
+    """
+
+    accelerator: Accelerator
+    config: AdaptConfig
+    stage: Stage
+    steps: int
+    rows: Callable[[int], Rows]
+    evaluation: Rows
+    padding_id: int
+    record: Callable[[int, dict[str, float]], None]
+    save: Callable[[dict[str, Tensor], dict[str, Tensor] | None, Progress], None]
+    save_best: Callable[[dict[str, Tensor], Progress], None]
+
+    def run(self, progress: Progress, optimizer_tensors: dict[str, Tensor] | None = None) -> Progress:
+        """Train from where `progress` stands to the last step.
+
+        Raises:
+            FloatingPointError: a number is not finite; the message names the layer. A checkpoint of the
+                weights before that step is kept.
+        """
+        accelerator, config = self.accelerator, self.config
+        rates = learning_rates(config, self.stage.name)
+        groups = []
+        for name, members in trained_by_group(self.stage.model):
+            for decayed in (True, False):
+                chosen = [p for _, p in members if (p.ndim > 1) == decayed]
+                if chosen:
+                    decay = config.weight_decay if decayed else 0.0
+                    groups.append({"params": chosen, "lr": rates[name], "peak": rates[name], "weight_decay": decay})
+        optimizer: Any = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2))
+        wrapped, optimizer = accelerator.prepare(self.stage, optimizer)
+        stage: Stage = accelerator.unwrap_model(wrapped)
+        names = {p: name for name, p in stage.model.named_parameters()}
+        if optimizer_tensors is not None:
+            checkpoints.load_optimizer_state(_inner(optimizer), names, optimizer_tensors)
+        scaler = getattr(accelerator, "scaler", None)
+        if scaler is not None and progress.scaler:
+            scaler.load_state_dict(progress.scaler)
+
+        bar = tqdm(
+            desc=stage.name, total=self.steps, initial=progress.step, unit="step", main_process_only=True, leave=True
+        )
+        try:
+            while progress.step < self.steps:
+                begun = time.perf_counter()
+                rate = self._rate(progress.step)
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak"] * rate
+                rows = self.rows(progress.step)
+                loss, metrics = self._forward_backward(wrapped, rows, progress.step)
+                logged = (progress.step + 1) % config.log_steps == 0 or progress.step + 1 == self.steps
+                if logged:
+                    metrics |= self._gradient_norms(stage.model, scaler, optimizer)
+                norm = accelerator.clip_grad_norm_([p for p in names if p.requires_grad], config.max_grad_norm)
+                self._stop_if_not_finite(wrapped, stage, optimizer, names, loss, norm, rows, progress)
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.step += 1
+                progress.tokens += sum(len(row["input_ids"]) for row in rows)
+                progress.seconds += time.perf_counter() - begun
+                if scaler is not None:
+                    progress.scaler = scaler.state_dict()
+                last = progress.step == self.steps
+                if logged:
+                    metrics |= {"loss": loss, "learning_rate": rate, **attention_statistics(stage.student)}
+                    metrics |= {"tokens": progress.tokens, "tokens_per_second": progress.tokens / progress.seconds}
+                    self.record(progress.step, metrics)
+                    bar.set_postfix(loss=f"{loss:.4f}")
+                if self.evaluation and (progress.step % config.eval_steps == 0 or last):
+                    self._evaluate(wrapped, stage, progress)
+                if progress.step % config.checkpoint_steps == 0 or last:
+                    self._checkpoint(stage, optimizer, names, progress)
+                bar.update(1)
+        finally:
+            bar.close()
+        accelerator.free_memory()
+        return progress
+
+    def _rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to 0, as a share of the peak."""
+        warmup = min(self.config.warmup_steps, self.steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(self.steps - warmup, 1)))
+
+    def _parts(self, rows: Rows) -> list[Rows]:
+        """This process's share of a batch, in parts of `micro_batch_size`."""
+        accelerator = self.accelerator
+        share = len(rows) // accelerator.num_processes
+        mine = rows[accelerator.process_index * share :][:share]
+        size = self.config.micro_batch_size or share
+        return [mine[begin : begin + size] for begin in range(0, share, size)]
+
+    def _batch(self, rows: Rows) -> Batch:
+        return collate(rows, self.padding_id, self.accelerator.device)
+
+    def _forward_backward(self, wrapped: nn.Module, rows: Rows, step: int) -> tuple[float, dict[str, float]]:
+        accelerator, stage = self.accelerator, self.stage
+        # the same on all processes, which must agree on what is switched off; and on what dropout draws anew
+        chance = random.Random(f"{self.config.seed} {stage.name} {step}")
+        near = chance.random() >= self.config.window_dropout
+        torch.manual_seed(chance.getrandbits(40) * accelerator.num_processes + accelerator.process_index)
+        # gradients are averaged over the processes, and the loss is a sum over rows
+        factor = accelerator.num_processes / stage.weight(rows)
+        parts = self._parts(rows)
+        total = torch.zeros((), device=accelerator.device)
+        metrics: dict[str, Any] = {}
+        for index, part in enumerate(parts):
+            quiet = accelerator.no_sync(wrapped) if index + 1 < len(parts) else contextlib.nullcontext()
+            with quiet, branches(stage.student, near=near):
+                out = wrapped(self._batch(part))
+                accelerator.backward(out.loss * factor)
+            total = total + out.loss.detach() * factor
+            for name, value in out.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value.detach() * accelerator.num_processes / len(rows)
+        return self._mean(total, metrics)
+
+    def _mean(self, loss: Tensor, metrics: dict[str, Tensor]) -> tuple[float, dict[str, float]]:
+        """Over the processes; one exchange for all of them."""
+        values = torch.stack([loss, *metrics.values()]).float()
+        loss_value, *rest = self.accelerator.reduce(values, "mean").tolist()
+        return loss_value, dict(zip(metrics, rest, strict=True))
+
+    def _gradient_norms(self, model: nn.Module, scaler: Any, optimizer: Any) -> dict[str, float]:
+        if scaler is not None:
+            self.accelerator.unscale_gradients(optimizer)
+        norms = {}
+        for name, members in trained_by_group(model):
+            squares = [_norm(p.grad) ** 2 for _, p in members if p.grad is not None]
+            norms[f"gradient_norm/{name}"] = math.sqrt(sum(squares))
+        return norms
+
+    def _stop_if_not_finite(
+        self,
+        wrapped: nn.Module,
+        stage: Stage,
+        optimizer: Any,
+        names: dict[nn.Parameter, str],
+        loss: float,
+        norm: Any,
+        rows: Rows,
+        progress: Progress,
+    ) -> None:
+        # a scaler of float16 meets Inf gradients as a matter of course, and skips those steps
+        scaled = getattr(self.accelerator, "scaler", None) is not None
+        if math.isfinite(loss) and (scaled or norm is None or math.isfinite(float(norm))):
+            return
+        where = first_non_finite(stage, stage.model, self._batch(self._parts(rows)[0]))
+        self._checkpoint(stage, optimizer, names, progress)
+        raise FloatingPointError(
+            f"Stage {stage.name!r}, step {progress.step + 1}: the loss is {loss} and the gradient norm "
+            f"{norm if norm is None else float(norm)}; NaN or Inf first in {where}. The checkpoint before this step "
+            "was kept; start again with lower learning rates or without mixed precision."
+        )
+
+    @torch.no_grad()
+    def _evaluate(self, wrapped: nn.Module, stage: Stage, progress: Progress) -> None:
+        was_training = stage.training
+        stage.eval()
+        rows, processes = self.evaluation, self.accelerator.num_processes
+        size = self.config.micro_batch_size or max(self.config.batch_size // processes, 1)
+        total = torch.zeros((), device=self.accelerator.device)
+        metrics: dict[str, Any] = {}
+        # every process evaluates a share; sharded models need as many forward passes on each
+        starts = list(range(0, len(rows), size))
+        for begin in range(0, len(starts), processes):
+            chosen = begin + self.accelerator.process_index
+            part = rows[starts[min(chosen, len(starts) - 1)] :][:size]
+            out = wrapped(self._batch(part))
+            counts = float(chosen < len(starts)) * processes
+            total = total + out.loss * counts / stage.weight(rows)
+            for name, value in out.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value * counts / len(rows)
+        stage.train(was_training)
+        loss, means = self._mean(total, metrics)
+        self.record(progress.step, {f"eval/{name}": value for name, value in {"loss": loss, **means}.items()})
+        if loss < progress.best_loss:
+            progress.best_loss, progress.best_step = loss, progress.step
+            if self.config.keep_best and progress.step < self.steps:
+                tensors = checkpoints.model_state(stage.model)
+                if self.accelerator.is_main_process:
+                    self.save_best(tensors, progress)
+
+    def _checkpoint(self, stage: Stage, optimizer: Any, names: dict[nn.Parameter, str], progress: Progress) -> None:
+        model = checkpoints.model_state(stage.model)
+        tensors = checkpoints.optimizer_state(_inner(optimizer), names)
+        if self.accelerator.is_main_process:
+            self.save(model, tensors, progress)
+        self.accelerator.wait_for_everyone()
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside Accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _norm(tensor: Tensor) -> float:
+    norm = torch.linalg.vector_norm(tensor.detach().float())
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def check_batch_size(config: AdaptConfig, processes: int) -> None:
+    """Whether every process gets the same number of rows, and whole parts.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if config.batch_size % processes:
+        raise ValueError(f"batch_size={config.batch_size} is not a multiple of the {processes} processes.")
+    share = config.batch_size // processes
+    if config.micro_batch_size is not None and share % config.micro_batch_size:
+        raise ValueError(
+            f"micro_batch_size={config.micro_batch_size} does not divide the {share} sequences that each of "
+            f"{processes} processes gets of batch_size={config.batch_size}."
+        )

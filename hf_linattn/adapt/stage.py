@@ -1,0 +1,77 @@
+"""What the three stages have in common: a module whose forward pass is the loss of a batch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+
+#: input_ids and attention_mask (batch, length), and in the task stage labels
+Batch = dict[str, Tensor]
+
+
+class StageOutput(NamedTuple):
+    """Sums over the rows of a batch, so that parts of a batch add up to the whole, however it is parted.
+
+    loss: scalar; divided by the batch's weight it is the loss.
+    metrics: scalars; divided by the number of rows they are means.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Stage(nn.Module):
+    """One stage of an adaptation. `forward(batch)` gives a `StageOutput`.
+
+    The teacher stands in a tuple: it is neither trained, nor saved, nor sharded with the model.
+    """
+
+    name: str
+    #: parameter groups (see groups.py) that the stage trains, if their learning rate is above 0
+    trains: tuple[str, ...] = ("features", "projections", "query_key", "rest")
+
+    def __init__(self, model: nn.Module, student: LinAttnPreTrainedModel, teacher: LinAttnPreTrainedModel | None):
+        super().__init__()
+        # `model` is the student, or the student in an adapter
+        self.model = model
+        self._student = (student,)
+        self._teacher = (teacher,)
+
+    @property
+    def student(self) -> LinAttnPreTrainedModel:
+        return self._student[0]
+
+    @property
+    def teacher(self) -> LinAttnPreTrainedModel:
+        teacher = self._teacher[0]
+        assert teacher is not None, "the configuration asks for a base where a stage needs one"
+        return teacher
+
+    def weight(self, rows: Sequence[dict[str, Any]]) -> int:
+        """What the loss of a batch is divided by: the number of its rows, or of its labelled tokens."""
+        return len(rows)
+
+    def forward(self, batch: Batch) -> StageOutput:
+        raise NotImplementedError
+
+
+def inputs_of(batch: Batch) -> Batch:
+    """What a base model takes of a batch."""
+    return {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+
+
+@contextmanager
+def branches(model: LinAttnPreTrainedModel, *, near: bool) -> Iterator[None]:
+    """The exact part switched off for a while, unless nothing would be left or it is off already."""
+    modules = [module for _, module in model.linear_attentions()]
+    before = [(module.config.near, module.config) for module in modules]
+    try:
+        for module in modules:
+            module.config.near = module.config.near and (near or not module.config.far)
+        yield
+    finally:
+        for value, config in before:
+            config.near = value

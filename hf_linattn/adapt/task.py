@@ -1,0 +1,103 @@
+"""Training for a task: the labels of a head, masked tokens or the next token, alone or with distillation beside it."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from .distil import Distil
+from .stage import Batch, Stage, StageOutput, inputs_of
+
+#: task -> auto class of the head
+HEADS = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+}
+_IGNORED = -100
+
+
+class Task(Stage):
+    """Loss: cross-entropy, averaged over rows or over labelled tokens, + `distillation` * the loss of `Distil`."""
+
+    name = "task"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        student: LinAttnPreTrainedModel,
+        *,
+        task: str,
+        distil: Distil | None = None,
+        distillation: float = 0.0,
+    ) -> None:
+        super().__init__(model, student, None)
+        self.task = task
+        # in a tuple: its parameters are the model's own
+        self._distil = (distil,)
+        self.distillation = distillation
+
+    def weight(self, rows: Sequence[dict[str, Any]]) -> int:
+        if self.task == "sequence-classification":
+            return len(rows)
+        # what is compared with the next token has no label for the first one
+        begin = int(self.task == "causal-lm")
+        return sum(label != _IGNORED for row in rows for label in row["labels"][begin:])
+
+    def forward(self, batch: Batch) -> StageOutput:
+        options = {"use_cache": False} if self.task == "causal-lm" else {}
+        logits = self.model(**inputs_of(batch), **options).logits
+        labels = batch["labels"]
+        if self.task == "causal-lm":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        # one row for each label: (rows, classes)
+        logits, labels = logits.float().flatten(0, -2), labels.flatten()
+        loss = F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
+        with torch.no_grad():
+            labelled = labels != _IGNORED
+            right = ((logits.argmax(-1) == labels) & labelled).sum()
+            # per row of the batch, as all metrics are
+            rows = len(batch["input_ids"])
+            metrics = {"accuracy": right * rows / labelled.sum().clamp_min(1)}
+        if (distil := self._distil[0]) is not None:
+            # from rows to labelled tokens, which the sum is divided by
+            per_row = labelled.sum() / rows
+            beside = distil(batch)
+            loss = loss + self.distillation * per_row * beside.loss
+            metrics |= beside.metrics
+        return StageOutput(loss, metrics)
+
+
+def add_labels(
+    rows: list[dict[str, Any]], task: str, tokenizer: Any, probability: float, chance: random.Random
+) -> list[dict[str, Any]]:
+    """Rows of token ids with the labels of a language modelling task.
+
+    Of the tokens to guess, 80 % become the mask token, 10 % a random one, and 10 % stay (Devlin et al.
+    2019, arXiv:1810.04805, section 3.1).
+    """
+    if task == "causal-lm":
+        return [{**row, "labels": list(row["input_ids"])} for row in rows]
+    special = set(tokenizer.all_special_ids)
+    return [_masked(row["input_ids"], special, tokenizer, probability, chance) for row in rows]
+
+
+def _masked(
+    ids: list[int], special: set[int], tokenizer: Any, probability: float, chance: random.Random
+) -> dict[str, Any]:
+    eligible = [index for index, token in enumerate(ids) if token not in special]
+    # at least one: a row without labels would have no loss
+    count = min(max(round(probability * len(eligible)), 1), len(eligible))
+    ids, labels = list(ids), [_IGNORED] * len(ids)
+    for index in chance.sample(eligible, count):
+        labels[index] = ids[index]
+        draw = chance.random()
+        if draw < 0.8:
+            ids[index] = tokenizer.mask_token_id
+        elif draw < 0.9:
+            ids[index] = chance.randrange(len(tokenizer))
+    return {"input_ids": ids, "labels": labels}

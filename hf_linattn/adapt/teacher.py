@@ -1,0 +1,84 @@
+"""The teacher: the base model itself, with softmax attention, at the lengths of the converted model."""
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..convert import convert
+from ..modeling.configuration_linattn import LinformerConfig
+from ..modeling.families import FAMILIES, Family
+from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
+
+
+class SoftmaxAttention(nn.Module):
+    """Softmax attention where a converted model has its linear one, so that the two can be watched alike."""
+
+    # no state in the cache: a teacher is not asked to generate
+    causal: ClassVar[bool] = False
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        """softmax(q k^T) v of (batch, heads, length, head_dim), of which `lengths` per row are real; same shape."""
+        length, mask, is_causal = query.shape[2], None, self.is_causal
+        if lengths is not None:
+            position = torch.arange(length, device=query.device)
+            # (batch, 1, 1 or length, length)
+            mask = (position < lengths[:, None])[:, None, None]
+            if is_causal:
+                mask, is_causal = mask & (position <= position[:, None]), False
+            # a query without any key looks at all of them: finite, and nobody reads it
+            mask = mask | ~mask.any(-1, keepdim=True)
+        # queries and keys come multiplied by the square root of the scale
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0)
+
+
+def softmax_teacher(
+    model: LinAttnPreTrainedModel, base: str | Path | PreTrainedModel | None = None
+) -> LinAttnPreTrainedModel:
+    """The softmax model that a converted one imitates: frozen, with as many positions as `model`.
+
+    Args:
+        model: the converted model; positions beyond the base's are taken from its table.
+        base: the Hub id, folder or loaded model that `model` was converted from. Default: `model` itself, whose
+            weights are those of its base until they are trained.
+
+    Raises:
+        ValueError: the two are not of the same architecture and size.
+    """
+    family = FAMILIES[model.config.base_model_type]
+    teacher = copy.deepcopy(model) if base is None else _extended(base, model, family)
+    for _, attention in self_attentions(teacher, family):
+        attention.linattn = SoftmaxAttention(is_causal=family.causal)
+    return teacher.requires_grad_(False).eval()
+
+
+def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel, family: Family) -> Any:
+    """The base model with the positions of `model`."""
+    options: dict[str, Any] = {}
+    if not isinstance(base, PreTrainedModel):
+        options = {"auto_class": "AutoModelForCausalLM" if family.causal else "AutoModel", "dtype": model.dtype}
+    # of the conversion, only the longer table of positions stays
+    max_length = model.config.linattn["max_length"]
+    teacher = convert(base, LinformerConfig(projection_length=1), max_length=max_length, **options)
+    if teacher.config.model_type != model.config.model_type:
+        raise ValueError(
+            f"base has model_type={teacher.config.base_model_type!r}, and the model to adapt was converted from "
+            f"{model.config.base_model_type!r}."
+        )
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        ours, theirs = getattr(model.config, name), getattr(teacher.config, name)
+        if ours != theirs:
+            raise ValueError(f"base has {name}={theirs}, and the model to adapt {name}={ours}.")
+    if family.position_table is not None:
+        with torch.no_grad():
+            table = teacher.base_model.get_parameter(family.position_table)
+            table.copy_(model.base_model.get_parameter(family.position_table))
+    return teacher
