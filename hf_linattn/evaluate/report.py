@@ -1,0 +1,371 @@
+"""The report of comparisons: report.json, report.md and plots in one folder, for someone who was not there."""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from transformers import AutoConfig
+
+from .columns import EXTENDED, TRUNCATED
+from .plots import draw_plots
+
+FORMAT_VERSION = 1
+_MIB = 1024 * 1024
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "processes": accelerate.PartialState().num_processes,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def describe_base(base: str, length: int) -> dict[str, Any]:
+    """What the report tells about the softmax checkpoint; of a folder its name, not where it lies."""
+    config = AutoConfig.from_pretrained(base)
+    name = Path(base).resolve().name if Path(base).is_dir() else base
+    return {
+        "name": name,
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "max_length": length,
+    }
+
+
+def load_report(path: Path) -> dict[str, Any]:
+    """A report that was written before.
+
+    Raises:
+        ValueError: the file is no report, or of a newer version.
+    """
+    try:
+        report = json.loads(path.read_text())
+        version = report["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(path)!r} is not a report of hf-linattn evaluate: {error}") from error
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{str(path)!r}: format_version={version} is newer than what this hf-linattn reads ({FORMAT_VERSION}). "
+            "Upgrade with `pip install -U hf-linattn`."
+        )
+    return report
+
+
+def merge_report(path: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """`new` together with what an earlier comparison left in the folder; of the same thing the new one counts.
+
+    Raises:
+        ValueError: the earlier report is of another base checkpoint, or no report.
+    """
+    old = load_report(path) if path.is_file() else {}
+    if old and old["base"] != new["base"]:
+        raise ValueError(
+            f"{str(path)!r} is about {old['base']['name']!r} and not {new['base']['name']!r}; write to another folder."
+        )
+
+    def joined(key: str, identity: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+        rows = {identity(row): row for row in old.get(key, [])}
+        return list((rows | {identity(row): row for row in new[key]}).values())
+
+    commands = old.get("commands", [])
+    if new["command"] and new["command"] not in commands:
+        commands = [*commands, new["command"]]
+    return {
+        "format_version": FORMAT_VERSION,
+        "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commands": commands,
+        "machine": new["machine"],
+        "base": new["base"],
+        "columns": joined("columns", lambda row: row["name"]),
+        "tasks": joined("tasks", lambda row: row["name"]),
+        "footprint": joined("footprint", lambda row: (row["column"], row["length"])),
+        "fidelity": joined("fidelity", lambda row: (row["column"], row["length"], row["layer"])),
+    }
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """report.json, report.md and, where matplotlib is installed, the plots."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        plots = draw_plots(report, folder)
+    except ImportError:
+        plots = []
+    _write(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    _write(folder / "report.md", markdown(report, plots) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
+def markdown(report: dict[str, Any], plots: Sequence[Path] = ()) -> str:
+    """The whole report as a page."""
+    base = report["base"]
+    pictures = {path.stem: path.name for path in plots}
+    parts = [
+        f"# {base['name']}: softmax and linear attention",
+        f"{base['name']} ({base['model_type']}, {base['layers']} layers, {base['max_length']:,} tokens) beside its "
+        "conversions to linear attention.",
+        column_table(report),
+    ]
+    for task in report["tasks"]:
+        parts += [f"## {task['name']}", task_text(task), *(table for table in task_tables(task))]
+        if picture := pictures.get(f"quality-{slug(task['name'])}"):
+            parts.append(f"![{task['name']} by length]({picture})")
+        if picture := pictures.get(f"position-{slug(task['name'])}"):
+            parts.append(f"![{task['name']} by position]({picture})")
+    if report["footprint"]:
+        parts += ["## Time and memory", footprint_text(report), *footprint_tables(report)]
+        if "footprint" in pictures:
+            parts.append(f"![time and memory by length]({pictures['footprint']})")
+    if report["fidelity"]:
+        parts += ["## How near each layer stays to softmax", FIDELITY_TEXT, fidelity_table(report)]
+        if "fidelity" in pictures:
+            parts.append(f"![error by layer]({pictures['fidelity']})")
+    parts += ["## How it was made", made_text(report)]
+    return "\n\n".join(parts)
+
+
+def column_table(report: dict[str, Any]) -> str:
+    """What the columns are."""
+    rows = []
+    for column in report["columns"]:
+        if column["kind"] == "truncated":
+            what = f"the checkpoint as it is; it reads the first {report['base']['max_length']:,} tokens"
+        elif column["kind"] == "extended":
+            what = "the checkpoint with its positions made longer; it reads everything"
+        else:
+            what = attention_text(column["attention"])
+            if column["branches"] != "both":
+                off = {"near": "far", "far": "near"}[column["branches"]]
+                what += f"; the {off} part switched off"
+        trained = "" if column["kind"] != "converted" else training_text(column["training"])
+        rows.append([column["name"], what, trained, str(column["seeds"])])
+    return _table(["model", "attention", "training after the swap", "seeds"], rows)
+
+
+def attention_text(settings: dict[str, Any]) -> str:
+    """The settings of converted attention in a few words."""
+    parts = []
+    if settings["window_size"]:
+        parts.append(f"window {settings['window_size']}")
+    if settings["global_tokens"]:
+        parts.append(f"first {settings['global_tokens']} exact")
+    if settings["method"] == "linformer":
+        parts.append(f"Linformer k={settings['projection_length']} ({settings['projection']})")
+    else:
+        parts.append(f"Performer m={settings['num_features']} ({settings['feature_map']})")
+    if settings["layers"] is not None:
+        parts.append(f"layers {', '.join(map(str, settings['layers']))}")
+    return ", ".join(parts)
+
+
+def training_text(training: dict[str, Any] | None) -> str:
+    """What a conversion was trained on, as its config records it."""
+    if not training:
+        return "none (direct swap)"
+    return "; ".join(f"{key}: {value}" for key, value in training.items() if isinstance(value, (str, int, float, list)))
+
+
+def task_text(task: dict[str, Any]) -> str:
+    """Data, settings, and what was cut."""
+    data = {k: v for k, v in task["data"].items() if v not in (None, False)}
+    told = [f"Task `{task['task']}`. Data: " + ", ".join(f"{k}={v}" for k, v in data.items()) + "."]
+    if task["settings"]:
+        told.append("Settings: " + ", ".join(f"{k}={v}" for k, v in task["settings"].items() if v is not None) + ".")
+    cut = {cell["length"]: cell["cut"] for cell in task["cells"] if cell["cut"]}
+    if cut:
+        told.append("Longer documents were cut: " + ", ".join(f"{n} at {length:,}" for length, n in cut.items()) + ".")
+    told.append(
+        "In brackets the 95 % bootstrap interval; in the second table the difference to softmax extended on the same "
+        "documents."
+    )
+    return " ".join(told)
+
+
+def task_tables(task: dict[str, Any]) -> list[str]:
+    """For each metric its values by length, and its differences to extended softmax."""
+    cells = {(cell["column"], cell["length"]): cell["metrics"] for cell in task["cells"]}
+    columns = list(dict.fromkeys(cell["column"] for cell in task["cells"]))
+    lengths = [f"{length:,}" for length in task["lengths"]]
+    tables = []
+    for name, higher in task["higher_is_better"].items():
+        better = "higher is better" if higher else "lower is better"
+        for prefix, head in (("", f"{name} ({better}), by tokens"), ("difference", f"{name}: minus softmax extended")):
+            rows = []
+            for column in columns:
+                numbers = [cells[column, length][name] for length in task["lengths"]]
+                if prefix and numbers[0]["difference"] is None:
+                    continue
+                rows.append([column, *(_with_interval(n, prefix) for n in numbers)])
+            if rows:
+                tables.append(_table([head, *lengths], rows))
+    return tables
+
+
+def _with_interval(numbers: dict[str, Any], prefix: str) -> str:
+    names = ("difference", "difference_low", "difference_high") if prefix else ("value", "low", "high")
+    value, low, high = (numbers[name] for name in names)
+    form = "{:+.3f}" if prefix else "{:.3f}"
+    if max(abs(x) for x in (value, low or 0, high or 0)) >= 100:
+        form = form.replace(".3f", ",.0f")
+    if low is None:
+        return form.format(value)
+    return f"{form.format(value)} ({form.format(low)} to {form.format(high)})"
+
+
+def footprint_text(report: dict[str, Any]) -> str:
+    """Where the conversions become faster than softmax, and the machine."""
+    told = [
+        "One forward pass of one document, each in a fresh process: median time, and peak memory beyond the model, on "
+        f"{machine_text(report['machine'])}."
+    ]
+    for column, length in crossovers(report).items():
+        told.append(
+            f"{column} is slower than softmax extended at every length measured."
+            if length is None
+            else f"{column} is faster than softmax extended from about {length:,.0f} tokens on."
+        )
+    return " ".join(told)
+
+
+def crossovers(report: dict[str, Any]) -> dict[str, float | None]:
+    """The length from which each conversion is faster than extended softmax; None if it is at no measured length.
+
+    Between two lengths the ratio of the times is read off a straight line on logarithmic axes.
+    """
+    from math import exp, log
+
+    seconds: dict[str, dict[int, float]] = {}
+    for row in report["footprint"]:
+        seconds.setdefault(row["column"], {})[row["length"]] = row["seconds"]
+    softmax = seconds.pop(EXTENDED, {})
+    seconds.pop(TRUNCATED, None)
+    result: dict[str, float | None] = {}
+    for column, times in seconds.items():
+        ratios = [(n, log(times[n] / softmax[n])) for n in sorted(times) if n in softmax]
+        if not ratios:
+            continue
+        result[column] = None
+        for index in reversed(range(len(ratios))):
+            length, ratio = ratios[index]
+            if ratio < 0:
+                result[column] = float(length)
+                continue
+            if index + 1 < len(ratios):
+                longer, below = ratios[index + 1]
+                share = ratio / (ratio - below)
+                result[column] = exp(log(length) + share * (log(longer) - log(length)))
+            break
+    return result
+
+
+def footprint_tables(report: dict[str, Any]) -> list[str]:
+    """Seconds, tokens per second and memory by length."""
+    rows = {(row["column"], row["length"]): row for row in report["footprint"]}
+    lengths = sorted({row["length"] for row in report["footprint"]})
+    columns = list(dict.fromkeys(row["column"] for row in report["footprint"]))
+    tables = []
+    kinds: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("seconds, by tokens", lambda row: f"{row['seconds']:.3f}"),
+        ("tokens per second", lambda row: f"{row['tokens_per_second']:,.0f}"),
+        ("peak memory beyond the model, MiB", lambda row: f"{row['peak_bytes'] / _MIB:,.0f}"),
+    ]
+    for title, form in kinds:
+        body = [
+            [column, *(form(rows[column, n]) if (column, n) in rows else "" for n in lengths)] for column in columns
+        ]
+        tables.append(_table([title, *(f"{n:,}" for n in lengths)], body))
+    return tables
+
+
+FIDELITY_TEXT = (
+    "Each layer of the conversion on the inputs that the softmax model gives it. Relative error: of the attention "
+    "output, as a share of its size; of that, what comes from adding up in another order is told apart. Agreement: how "
+    "often the most attended token is the same. Near mass: the share of softmax attention on tokens that the "
+    "conversion sees exactly."
+)
+
+
+def fidelity_table(report: dict[str, Any]) -> str:
+    """One row per column and layer."""
+    numbers = [name for name in report["fidelity"][0] if name not in ("column", "length", "layer")]
+    scalars = [name for name in numbers if isinstance(report["fidelity"][0][name], (int, float))]
+    rows = [
+        [row["column"], f"{row['length']:,}", str(row["layer"]), *(f"{row[name]:.3g}" for name in scalars)]
+        for row in report["fidelity"]
+    ]
+    return _table(["model", "tokens", "layer", *(name.replace("_", " ") for name in scalars)], rows)
+
+
+def machine_text(machine: dict[str, Any]) -> str:
+    """The machine in one line."""
+    return (
+        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}"
+    )
+
+
+def made_text(report: dict[str, Any]) -> str:
+    """Commands, machine, date."""
+    lines = [f"{report['created']}, on {machine_text(report['machine'])}."]
+    if report["commands"]:
+        lines.append("```bash\n" + "\n".join(report["commands"]) + "\n```")
+    return "\n\n".join(lines)
+
+
+def card_section(report: dict[str, Any], column: str) -> str:
+    """What a model card tells of one column: its numbers beside softmax, as Markdown.
+
+    Raises:
+        ValueError: the report has no such column.
+    """
+    names = [c["name"] for c in report["columns"]]
+    if column not in names:
+        raise ValueError(f"column={column!r} is not in the report; it has {', '.join(map(repr, names))}.")
+    shown = {column, TRUNCATED, EXTENDED, f"{column}, near only", f"{column}, far only"}
+
+    def only(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+        return [row for row in rows if row[key] in shown]
+
+    tasks = [{**task, "cells": only(task["cells"], "column")} for task in report["tasks"]]
+    tasks = [task for task in tasks if any(cell["column"] == column for cell in task["cells"])]
+    part = {**report, "footprint": only(report["footprint"], "column")}
+    parts = [text for task in tasks for text in (f"### {task['name']}", task_text(task), *task_tables(task))]
+    if part["footprint"]:
+        parts += ["### Time and memory", footprint_text(part), *footprint_tables(part)]
+    return "\n\n".join(parts)
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's name."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,156 @@
+"""One column of a comparison at work: its model, loaded when it is first needed, and embeddings that are kept."""
+
+import gc
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
+
+from .batches import mean_pooled, run_batches
+from .columns import Column, base_length, fingerprint, load_model
+
+Result = TypeVar("Result")
+POOLINGS = ("mean", "cls")
+# embeddings are written to disk each time that this many tokens were read
+_PORTION = 200_000
+
+
+class Runner:
+    """Runs the model of one column, and one of its seeds, over documents.
+
+    Args:
+        column: what to run.
+        base: id or folder of the softmax checkpoint.
+        seed: which of the column's sources.
+        auto_class: the head.
+        max_length: longest document in tokens.
+        batch_tokens: most tokens of one batch.
+        pad_token_id: of the tokenizer.
+        folder: where embeddings are kept.
+        position_extension, dtype: as in `load_model`.
+    """
+
+    def __init__(
+        self,
+        column: Column,
+        base: str,
+        *,
+        seed: int,
+        auto_class: str,
+        max_length: int,
+        batch_tokens: int,
+        pad_token_id: int | None,
+        folder: Path,
+        position_extension: str = "repeat",
+        dtype: str | None = None,
+    ) -> None:
+        self.column, self.base, self.seed = column, base, seed
+        self._options: dict[str, Any] = {
+            "auto_class": auto_class,
+            "max_length": max_length,
+            "position_extension": position_extension,
+            "dtype": dtype,
+        }
+        self._batch_tokens, self._pad_token_id, self._folder = batch_tokens, pad_token_id, folder
+        self._model: nn.Module | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that the column reads of a document: the truncated one's own length, else no limit."""
+        return base_length(self.base) if self.column.kind == "truncated" else None
+
+    @cached_property
+    def key(self) -> str:
+        """Changes when what this column computes changes."""
+        options = "" if self.column.kind == "truncated" else str(sorted(self._options.items()))
+        options += str(self._options["dtype"])
+        return fingerprint(self.column, self.base, self.seed) + hashlib.sha256(options.encode()).hexdigest()[:8]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, on this process's device."""
+        if self._model is None:
+            loaded = load_model(self.column, self.base, seed=self.seed, **self._options)
+            self._model = loaded.to(PartialState().device)
+        return self._model
+
+    def unload(self) -> None:
+        """Give the model's memory back; it is loaded again when it is needed."""
+        self._model = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def run(
+        self,
+        documents: Sequence[Sequence[int]],
+        read: Callable[[nn.Module, Tensor, Tensor, list[int]], list[Result]],
+    ) -> list[Result]:
+        """`run_batches` of this column's model."""
+        return run_batches(
+            self.model,
+            documents,
+            read,
+            batch_tokens=self._batch_tokens,
+            pad_token_id=self._pad_token_id,
+            desc=self.column.name,
+        )
+
+    def embed(self, documents: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
+        """Embeddings (documents, dim) of token ids, float32; each document is read once, and its embedding kept.
+
+        Args:
+            documents: token ids of each.
+            pooling: "mean" over real tokens, or "cls", the first token.
+        """
+        path = self._folder / f"{self.key}.safetensors"
+        kept: dict[str, np.ndarray] = load_file(path) if path.is_file() else {}
+        names = [_name(document, pooling) for document in documents]
+        missing = {name: document for name, document in zip(names, documents, strict=True) if name not in kept}
+
+        def read(model: nn.Module, ids: Tensor, mask: Tensor, indices: list[int]) -> list[np.ndarray]:
+            states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+            pooled = mean_pooled(states, mask) if pooling == "mean" else states[:, 0].float()
+            return list(pooled.cpu().numpy())
+
+        for portion in _portions(list(missing.items())):
+            embeddings = self.run([document for _, document in portion], read)
+            kept |= {name: embedding for (name, _), embedding in zip(portion, embeddings, strict=True)}
+            if PartialState().is_main_process:
+                _save(kept, path)
+        PartialState().wait_for_everyone()
+        return np.stack([kept[name] for name in names])
+
+
+def _name(document: Sequence[int], pooling: str) -> str:
+    ids = np.asarray(document, dtype=np.int64)
+    return f"{pooling}-{hashlib.sha256(ids.tobytes()).hexdigest()[:24]}"
+
+
+def _portions(items: list[tuple[str, Sequence[int]]]) -> list[list[tuple[str, Sequence[int]]]]:
+    """Parts of about as many tokens, documents of like length together."""
+    portions: list[list[tuple[str, Sequence[int]]]] = []
+    tokens = _PORTION
+    for item in sorted(items, key=lambda item: len(item[1])):
+        if tokens >= _PORTION:
+            portions.append([])
+            tokens = 0
+        portions[-1].append(item)
+        tokens += len(item[1])
+    return portions
+
+
+def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Write the whole file, or leave the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    save_file(tensors, unfinished)
+    os.replace(unfinished, path)
