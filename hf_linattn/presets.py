@@ -38,7 +38,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "arxiv": Preset(
-        "Whole papers by 11 subjects, with the words that name the subject removed (He et al. 2019).",
+        "Whole papers by 11 subjects, with mentions of the subject such as [cs.LG] removed (He et al. 2019).",
         {
             "dataset": "ccdv/arxiv-classification",
             "dataset_config": "no_ref",
