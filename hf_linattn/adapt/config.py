@@ -131,7 +131,7 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, kind = getattr(self, f.name), str(f.type)
+            value, kind = getattr(self, f.name), getattr(f.type, "__name__", str(f.type))
             if value is None and "None" in kind:
                 continue
             if kind.startswith("int"):

@@ -1,0 +1,256 @@
+"""A run that is killed and started again, and a run on two processes, are the run that was left alone."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
+from hf_linattn.adapt.monitor import MetricsFile
+from hf_linattn.adapt.sequences import Sequences, collate, tokenize
+from hf_linattn.documents import DataConfig
+
+from .helpers import converted_model, tiny_model
+from .test_adapt import LEARNED, SHORT, converted_folder, losses, write_documents
+
+SETTINGS = {**SHORT, "transfer_steps": 6, "distil_steps": 6, "checkpoint_steps": 2}
+RUN = Path(__file__).with_name("adapt_run.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted_folder(tmp_path_factory.mktemp("learned"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return write_documents(tmp_path_factory.mktemp("data") / "documents.jsonl")
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder: Path, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("unbroken") / "out"
+    adapt(folder, output, AdaptConfig(**SETTINGS), data=data)
+    return output
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+# the third and fourth checkpoint are the last of the first stage and the one that the second begins with
+@pytest.mark.parametrize(
+    ("save", "when"),
+    [
+        (1, "before"),
+        (1, "after"),
+        (2, "within"),
+        (3, "after"),
+        (4, "within"),
+        (4, "after"),
+        (6, "within"),
+        (8, "after"),
+    ],
+)
+def test_stopped_at_any_checkpoint(
+    save: int,
+    when: str,
+    folder: Path,
+    data: DataConfig,
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 0
+    original, rename = checkpoints.write, Path.rename
+
+    def write(target: Path, *arguments: Any) -> None:
+        nonlocal count
+        count += target.name == "checkpoint"
+        last = count == save and target.name == "checkpoint"
+        if last and when == "before":
+            raise Killed
+        if last and when == "within":
+            # the old one is aside, and the new one not yet in its place
+            def killed(path: Path, new: Path) -> Path:
+                if path.name.endswith("-new"):
+                    raise Killed
+                return rename(path, new)
+
+            monkeypatch.setattr(Path, "rename", killed)
+        original(target, *arguments)
+        if last:
+            raise Killed
+
+    monkeypatch.setattr(checkpoints, "write", write)
+    output = tmp_path / "out"
+    with pytest.raises(Killed):
+        adapt(folder, output, AdaptConfig(**SETTINGS), data=data)
+    monkeypatch.undo()
+    adapt(folder, output, AdaptConfig(**SETTINGS), data=data)
+    assert losses(output) == losses(unbroken)
+    assert same_weights(output, unbroken)
+
+
+def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a run"
+    arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data))]
+    command = [sys.executable, "-m", "tests.adapt_run", *map(str, arguments)]
+    metrics = output / "training" / "metrics.jsonl"
+    process = subprocess.Popen(command, cwd=RUN.parents[1], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count("\n") >= 5:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
+    assert not (output / "config.json").exists()
+    subprocess.run(command, cwd=RUN.parents[1], check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+    assert losses(output) == losses(unbroken)
+    assert same_weights(output, unbroken)
+
+
+def test_two_processes_are_one(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
+    output = tmp_path / "two"
+    launch = "accelerate.commands.launch"
+    options = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    options += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
+    arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data))]
+    subprocess.run(
+        [sys.executable, "-m", launch, *options, "-m", "tests.adapt_run", *map(str, arguments)],
+        cwd=RUN.parents[1],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    found, expected = losses(output), losses(unbroken)
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], rel=1e-4)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, unbroken))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=2e-4, rtol=2e-3, msg=name)
+
+
+# -- the parts --------------------------------------------------------------------------------------
+
+
+def test_the_metrics_file_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for stage in ("transfer", "distil"):
+        for step in (1, 2, 3):
+            metrics.write({"stage": stage, "step": step})
+    with metrics.path.open("a") as file:
+        file.write('{"stage": "dist')
+    metrics.take_back(["transfer", "distil"], 2)
+    rows = [json.loads(line) for line in metrics.path.read_text().splitlines()]
+    assert [(row["stage"], row["step"]) for row in rows] == [
+        *(("transfer", i) for i in (1, 2, 3)),
+        ("distil", 1),
+        ("distil", 2),
+    ]
+    metrics.take_back(["transfer"], 0)
+    assert metrics.path.read_text() == ""
+
+
+def test_checkpoints_of_model_and_optimizer(tmp_path: Path) -> None:
+    model, twin = converted_model(LEARNED), converted_model(LEARNED)
+    states = []
+    for each in (model, twin):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        each(torch.arange(5, 20)[None]).last_hidden_state.sum().backward()
+        optimizer.step()
+        states.append((optimizer, {p: name for name, p in each.named_parameters()}))
+        if each is model:
+            tensors = checkpoints.optimizer_state(*states[0])
+            checkpoints.write(tmp_path / "checkpoint", checkpoints.model_state(model), tensors, {"step": 1})
+    found = checkpoints.find(tmp_path / "checkpoint")
+    assert found is not None and checkpoints.read_state(found) == {"step": 1}
+    loaded = checkpoints.read_optimizer(found)
+    assert loaded is not None
+    checkpoints.load_optimizer_state(*states[1], loaded)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert states[0][0].state[p].keys() == states[1][0].state[q].keys()
+        assert all(torch.equal(x, states[1][0].state[q][name]) for name, x in states[0][0].state[p].items())
+    with pytest.raises(ValueError, match="does not fit the model"):
+        checkpoints.load_model_state(tiny_model(), checkpoints.read_model(found))
+    assert checkpoints.find(tmp_path / "none") is None
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def __call__(self, texts: Any, **kwargs: Any) -> dict[str, Any]:
+        if isinstance(texts, str):
+            return {"input_ids": [int(word) for word in texts.split()]}
+        return {"input_ids": [[int(word) for word in text.split()][: kwargs["max_length"]] for text in texts]}
+
+
+def numbered(path: Path, documents: int = 9) -> DataConfig:
+    """Documents of 30 to 70 words, each word of them another number."""
+    chance, word = random.Random(1), 10_000
+    with path.open("w") as file:
+        for _ in range(documents):
+            length = chance.randrange(30, 70)
+            file.write(json.dumps({"text": " ".join(map(str, range(word, word + length)))}) + "\n")
+            word += length
+    return DataConfig(dataset=str(path))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_batches_depend_on_the_step_alone(streaming: bool, tmp_path: Path) -> None:
+    data = dataclasses.replace(numbered(tmp_path / "numbers.jsonl"), streaming=streaming)
+    sequences = Sequences(data=data, tokenizer=Words(), length=12, pool=20, held_out=3)
+    steps = 40
+    batches = [batch for _, batch in zip(range(steps), sequences.batches(4), strict=False)]
+    for start in (1, 7, 25, 39):
+        assert (
+            next(Sequences(data=data, tokenizer=Words(), length=12, pool=20, held_out=3).batches(4, start))
+            == (batches[start])
+        )
+    held = {example.text for example in sequences.evaluation()}
+    used = [example.text for batch in batches for example in batch]
+    assert len(held) == 3 and not held & set(used)
+    # every word is in one piece and in no other, and pieces fill their sequences
+    words = [word for text in {*held, *used} for word in text.split()]
+    assert len(words) == len(set(words)) > 300
+    assert sum(len(text.split()) >= 11 for text in set(used)) > 0.5 * len(set(used))
+    # rows of like length meet
+    spread = [max(len(e.text) for e in batch) - min(len(e.text) for e in batch) for batch in batches]
+    assert sum(spread) / steps < 25
+
+
+def test_rows_are_padded_at_the_end() -> None:
+    rows = tokenize(
+        [*[type("E", (), {"text": "7 8 9", "label": "b"})()], type("E", (), {"text": "7", "label": "a"})()],
+        Words(),
+        2,
+        {"a": 0, "b": 1},
+    )
+    batch = collate(rows, 1, torch.device("cpu"))
+    assert batch["input_ids"].tolist() == [[7, 8], [7, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1], [1, 0]]
+    assert batch["labels"].tolist() == [1, 0]
+    assert "attention_mask" not in collate(rows[:1], 1, torch.device("cpu"))
+    tokens = collate(
+        [{"input_ids": [5, 6], "labels": [5, -100]}, {"input_ids": [5], "labels": [5]}], 1, torch.device("cpu")
+    )
+    assert tokens["labels"].tolist() == [[5, -100], [5, -100]]
+    with pytest.raises(ValueError, match="label 'b' is not one of 'a'"):
+        tokenize([type("E", (), {"text": "7", "label": "b"})()], Words(), 2, {"a": 0})
