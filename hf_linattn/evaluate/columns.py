@@ -135,7 +135,8 @@ def load_model(
         return model.eval()
     if isinstance(source, AttentionConfig):
         softmax = _load_with_head(base, auto_class, kwargs)
-        model = convert(softmax, source, max_length=max_length, position_extension=position_extension)
+        longest = max(max_length, base_length(base))
+        model = convert(softmax, source, max_length=longest, position_extension=position_extension)
     elif _is_adapter(source):
         model = PeftModel.from_pretrained(_load_with_head(_adapted(source), auto_class, kwargs), source)
     else:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import exp, isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .columns import EXTENDED, TRUNCATED, Column, Source, base_length, load_toke
 from .fidelity import fidelity
 from .footprint import footprint
 from .intervals import Interval, bootstrap_difference, bootstrap_interval
+from .language_modeling import POSITION_EDGES
 from .report import describe_base, machine, merge_report, write_report
 from .runner import Runner
 from .task import DocumentTask, Metric, Outcomes, Task, TaskConfig
@@ -122,11 +124,8 @@ def compare(
         outcomes[column.name, length] = [comparison.cell(column, length, seed) for seed in range(len(column.sources))]
         comparison.unload_but(column)
     comparison.unload_but(None)
-    footprints = [
-        comparison.footprint(c, n)
-        for c, n in tqdm(cells, desc="time and memory", unit="cell")
-        if config.footprint and c.branches == "both"
-    ]
+    measured = [(column, length) for column, length in cells if config.footprint and column.branches == "both"]
+    footprints = [comparison.footprint(*cell) for cell in tqdm(measured, desc="time and memory", disable=not measured)]
     fidelities = [row for c in columns if config.fidelity_documents for row in comparison.fidelity(c)]
 
     PartialState().wait_for_everyone()
@@ -304,21 +303,22 @@ def _numbers(metric: Metric, mine: list[Outcomes], softmax: list[Outcomes] | Non
         others = [[outcomes[name] for name in metric.reads] for outcomes in softmax]
         difference = bootstrap_difference(metric.function, arrays, others, resamples=resamples)
     return {
-        "value": interval.value,
+        "value": _defined(interval.value),
         "low": interval.low,
         "high": interval.high,
-        "difference": None if softmax is None else difference.value,
+        "difference": _defined(difference.value),
         "difference_low": difference.low,
         "difference_high": difference.high,
     }
 
 
+def _defined(value: float) -> float | None:
+    """None for a metric that is not defined on these documents: JSON has no NaN."""
+    return None if isnan(value) else value
+
+
 def _by_position(outcomes: list[Outcomes]) -> list[dict[str, Any]]:
     """Perplexity of the tokens between each two edges, over all documents and seeds."""
-    from math import exp
-
-    from .language_modeling import POSITION_EDGES
-
     rows = []
     for index, edge in enumerate(POSITION_EDGES[:-1]):
         nll = sum(row[index] for o in outcomes for row in o["nll_by_position"])

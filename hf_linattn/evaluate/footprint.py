@@ -53,7 +53,10 @@ def footprint(column: Column, base: str, length: int, *, repeats: int = 3, **opt
     # a process of its own, also where this one was started by a launcher
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")}
     done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(call)], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", f"from {__name__} import main; main()", json.dumps(call)],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     if done.returncode:
         raise RuntimeError(f"{column.name} at {length} tokens: {done.stderr.strip()[-500:]}")
@@ -83,6 +86,7 @@ def _measure(call: dict[str, Any]) -> Footprint:
     return Footprint(column.name, length, median, length / median, memory.bytes)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """What the fresh process runs: the call is its argument, and the last line it prints is the result."""
     logging.disable_progress_bar()
     print(json.dumps(asdict(_measure(json.loads(sys.argv[1])))))

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ..documents import DataConfig, Document, Documents
+from ..modeling.families import FAMILIES
 from .runner import Runner
 from .task import DocumentTask, Metric, Outcomes, TaskConfig, metric
 
@@ -42,7 +43,8 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
     while first < length:
         end = min(start + window, length)
         yield start, end, first
-        first, start = end, start + stride
+        # a token needs one before it: windows overlap by at least that
+        first, start = end, min(start + stride, end - 1)
 
 
 class _TokenLoss(DocumentTask):
@@ -66,6 +68,9 @@ class LanguageModeling(_TokenLoss):
     auto_class = "AutoModelForCausalLM"
 
     def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
+        model_type = AutoConfig.from_pretrained(tokenizer.name_or_path).model_type
+        if not FAMILIES[model_type].causal:
+            raise ValueError(f"task='language-modeling': {model_type} is an encoder; use 'masked-lm'.")
         super().__init__(config, data, tokenizer)
         # nothing can be predicted of a single token
         self._ids = [ids for ids in self._ids if len(ids) + self.special_tokens > 1]

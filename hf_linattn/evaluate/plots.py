@@ -72,10 +72,10 @@ def _quality(task: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path
     for index, name in enumerate(names):
         cells = [cell for cell in task["cells"] if cell["column"] == name]
         numbers = [cell["metrics"][task["metric"]] for cell in cells]
-        values = [n["value"] for n in numbers]
+        values = [float("nan") if n["value"] is None else n["value"] for n in numbers]
         # an interval that is not defined is drawn as none
-        low = [n["value"] - (n["value"] if n["low"] is None else n["low"]) for n in numbers]
-        high = [(n["value"] if n["high"] is None else n["high"]) - n["value"] for n in numbers]
+        low = [0 if n["low"] is None else n["value"] - n["low"] for n in numbers]
+        high = [0 if n["high"] is None else n["high"] - n["value"] for n in numbers]
         # beside each other, so that the intervals can be told apart
         shift = 1.02 ** (index - len(names) / 2)
         positions = [cell["length"] * shift for cell in cells]

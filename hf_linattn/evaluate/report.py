@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def _cpu_name() -> str:
 def describe_base(base: str, length: int) -> dict[str, Any]:
     """What the report tells about the softmax checkpoint; of a folder its name, not where it lies."""
     config = AutoConfig.from_pretrained(base)
-    name = Path(base).resolve().name if Path(base).is_dir() else base
+    name = Path(base).absolute().name if Path(base).is_dir() else base
     return {
         "name": name,
         "model_type": config.model_type,
@@ -219,7 +220,7 @@ def task_tables(task: dict[str, Any]) -> list[str]:
             rows = []
             for column in columns:
                 numbers = [cells[column, length][name] for length in task["lengths"]]
-                if prefix and numbers[0]["difference"] is None:
+                if prefix and column == EXTENDED:
                     continue
                 rows.append([column, *(_with_interval(n, prefix) for n in numbers)])
             if rows:
@@ -230,6 +231,8 @@ def task_tables(task: dict[str, Any]) -> list[str]:
 def _with_interval(numbers: dict[str, Any], prefix: str) -> str:
     names = ("difference", "difference_low", "difference_high") if prefix else ("value", "low", "high")
     value, low, high = (numbers[name] for name in names)
+    if value is None:
+        return "not defined"
     form = "{:+.3f}" if prefix else "{:.3f}"
     if max(abs(x) for x in (value, low or 0, high or 0)) >= 100:
         form = form.replace(".3f", ",.0f")
@@ -258,8 +261,6 @@ def crossovers(report: dict[str, Any]) -> dict[str, float | None]:
 
     Between two lengths the ratio of the times is read off a straight line on logarithmic axes.
     """
-    from math import exp, log
-
     seconds: dict[str, dict[int, float]] = {}
     for row in report["footprint"]:
         seconds.setdefault(row["column"], {})[row["length"]] = row["seconds"]

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from ..documents import DataConfig, Documents, load_documents
 from .metrics import MetricFunction, metric_function
 from .runner import POOLINGS, Runner
-from .vocabulary import Vocabulary
 
 #: One list per name, all with one entry per document.
 Outcomes = dict[str, list[Any]]
@@ -174,13 +173,20 @@ class Task:
         return [self.name, self.settings(), self.documents()]
 
 
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
+    return whole[:start], whole[start + len(inner) :]
+
+
 class DocumentTask(Task):
     """A task on the documents of a dataset, which are tokenized once."""
 
     def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, data, tokenizer)
-        words = Vocabulary.from_tokenizer(tokenizer)
-        self._prefix, self._suffix = list(words.prefix), list(words.suffix)
+        self._prefix, self._suffix = _special_tokens(tokenizer)
         self._documents = self._load()
         self._ids = self.tokenize([document.text for document in self._documents])
 
