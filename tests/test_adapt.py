@@ -12,6 +12,7 @@ from peft import PeftModel
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.adapt.distil import Distil
+from hf_linattn.adapt.lock import only_one
 from hf_linattn.adapt.losses import divergence, mean_cosine, pooled, relative_error
 from hf_linattn.adapt.monitor import first_non_finite
 from hf_linattn.adapt.stage import branches
@@ -218,7 +219,7 @@ def test_the_result_is_a_full_checkpoint_that_tells_how_it_was_trained(
     assert record["steps"] == 8 and record["tokens"] > 8 * 4 * 10
     assert record["data"]["dataset"] == "documents.jsonl" and record["base"] == "converted"
     assert str(tmp_path) not in json.dumps(record)
-    assert sorted(p.name for p in (tmp_path / "out" / "training").iterdir()) == ["metrics.jsonl", "settings.json"]
+    assert sorted(p.name for p in (tmp_path / "out" / "training").glob("[!.]*")) == ["metrics.jsonl", "settings.json"]
     assert {p.name for p in folder.iterdir()} <= {p.name for p in (tmp_path / "out").iterdir()}
     code = (
         "import sys, json, torch; from transformers import AutoModel, AutoTokenizer; "
@@ -386,6 +387,13 @@ def test_other_models_and_folders_are_refused(folder: Path, tmp_path: Path, data
     with pytest.raises(FileExistsError, match="no run that could be continued"):
         adapt(folder, tmp_path, AdaptConfig(**SHORT), data=data)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_one_run_to_a_folder(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    adapt(folder, tmp_path / "out", AdaptConfig(**SHORT), data=data)
+    (tmp_path / "out" / "config.json").unlink()
+    with only_one(tmp_path / "out" / "training"), pytest.raises(FileExistsError, match="Another process"):
+        adapt(folder, tmp_path / "out", AdaptConfig(**SHORT), data=data)
 
 
 # -- numbers that are not finite --------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """One adaptation from start to end: its stages in turn, its checkpoints, and the folder that comes out of it."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -25,6 +26,7 @@ from . import checkpoints
 from .config import AdaptConfig
 from .distil import Distil
 from .groups import choose_trained
+from .lock import only_one
 from .loop import Loop, Progress, Rows, check_batch_size
 from .lora import add_adapter, merged
 from .monitor import MetricsFile, check_tracker
@@ -129,7 +131,7 @@ class _Run:
             log_with=config.tracker,
             project_dir=str(self.training) if config.tracker else None,
         )
-        check_batch_size(config, self.accelerator.num_processes)
+        check_batch_size(config, self.accelerator)
         self.metrics = MetricsFile(self.training / "metrics.jsonl")
         self.history: list[dict[str, Any]] = []
 
@@ -189,9 +191,12 @@ class _Run:
         if (self.output_dir / "config.json").is_file():
             logger.warning(f"{str(self.output_dir)!r} holds the result of this run already; nothing is left to do.")
             return _load(self.output_dir, None)
+        with only_one(self.training) if self.accelerator.is_main_process else contextlib.nullcontext():
+            return self._locked()
+
+    def _locked(self) -> LinAttnPreTrainedModel:
         stages = self.config.stages()
         if self.accelerator.is_main_process:
-            self.training.mkdir(parents=True, exist_ok=True)
             _write_whole(self.training / "settings.json", json.dumps(self.settings, indent=1) + "\n")
         if self.config.tracker:
             flat = {k: v for k, v in self.settings["config"].items() if isinstance(v, (int, float, str, bool))}

@@ -65,7 +65,10 @@ class AdaptConfig:
     learning_rate: float = field(
         default=1e-4, metadata={"help": "Learning rate of all other weights in the later stages. 0 keeps them."}
     )
-    train_embeddings: bool = field(default=True, metadata={"help": "Train token and position embeddings too."})
+    train_embeddings: bool = field(
+        default=False,
+        metadata={"help": "Train embeddings too. Positions that are longer than the training data would fall behind."},
+    )
     warmup_steps: int = field(
         default=10,
         metadata={"help": "Steps of each stage until the learning rates are reached; then cosine decay to 0."},

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import tqdm
+from accelerate.utils import DistributedType, tqdm
 from torch import Tensor, nn
 
 from . import checkpoints
@@ -76,6 +76,10 @@ class Loop:
                 if chosen:
                     decay = config.weight_decay if decayed else 0.0
                     groups.append({"params": chosen, "lr": rates[name], "peak": rates[name], "weight_decay": decay})
+        if (plugin := accelerator.state.deepspeed_plugin) is not None:
+            # it cannot tell by itself without a data loader
+            share = config.batch_size // accelerator.num_processes
+            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = share
         optimizer: Any = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2))
         wrapped, optimizer = accelerator.prepare(self.stage, optimizer)
         stage: Stage = accelerator.unwrap_model(wrapped)
@@ -248,12 +252,15 @@ def _norm(tensor: Tensor) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def check_batch_size(config: AdaptConfig, processes: int) -> None:
+def check_batch_size(config: AdaptConfig, accelerator: Accelerator) -> None:
     """Whether every process gets the same number of rows, and whole parts.
 
     Raises:
         ValueError: it does not.
     """
+    processes = accelerator.num_processes
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and config.micro_batch_size is not None:
+        raise ValueError("micro_batch_size is not supported with DeepSpeed, which takes a step after each part.")
     if config.batch_size % processes:
         raise ValueError(f"batch_size={config.batch_size} is not a multiple of the {processes} processes.")
     share = config.batch_size // processes
