@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import transformers
 from huggingface_hub import snapshot_download
 from peft import PeftModel
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -164,8 +166,28 @@ def fingerprint(column: Column, base: str, seed: int) -> str:
         _digest_folder(Path(source), digest)
         source = _adapted(source)
     folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
-    _digest_folder(folder, digest)
+    if column.branches == "near" and isinstance(column.sources[seed], str):
+        _digest_near(folder, digest)
+    else:
+        _digest_folder(folder, digest)
     return digest.hexdigest()[:16]
+
+
+def _digest_near(folder: Path, digest: Any) -> None:
+    """What the exact branch alone depends on: conversions of one checkpoint that share it are measured once."""
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("linattn")
+    shared = {name: settings[name] for name in ("window_size", "global_tokens", "layers", "max_length")}
+    for name in ("model_type", "auto_map", "architectures", "linattn_training", "linattn_base"):
+        config.pop(name, None)
+    digest.update(json.dumps([config, shared], sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in sorted(file.keys()):
+                if ".linattn." not in key:
+                    # bytes of any dtype
+                    tensor = file.get_tensor(key).contiguous()
+                    digest.update(key.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _digest_folder(folder: Path, digest: Any) -> None:

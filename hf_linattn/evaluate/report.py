@@ -189,7 +189,12 @@ def training_text(training: dict[str, Any] | None) -> str:
     """What a conversion was trained on, as its config records it."""
     if not training:
         return "none (direct swap)"
-    return "; ".join(f"{key}: {value}" for key, value in training.items() if isinstance(value, (str, int, float, list)))
+    stages = ", ".join(f"{stage['stage']} {stage['steps']} steps" for stage in training["stages"])
+    adapters = training["config"].get("lora_rank")
+    return (
+        f"{stages} on {training['data']['dataset']}: {training['tokens']:,} tokens, {training['seconds'] / 60:.0f} "
+        f"minutes{f', LoRA of rank {adapters}' if adapters else ''}"
+    )
 
 
 def task_text(task: dict[str, Any]) -> str:
