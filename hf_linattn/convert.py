@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import tqdm
+from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -117,9 +118,50 @@ def convert(
         raise RuntimeError(f"The converted model does not match the checkpoint's weights: {problems}")
     # not the base's name: whoever reads it, as PEFT does for an adapter, would load the softmax model by it
     model.config.name_or_path = model.name_or_path = ""
+    if origin := _origin(base.config):
+        model.config.linattn_base = origin
     if base.can_generate() and model.can_generate():
         model.generation_config = copy.deepcopy(base.generation_config)
     return model.eval() if device_map is not None else model.to(device).eval()
+
+
+def extend_positions(model: PreTrainedModel, max_length: int, *, position_extension: str = "repeat") -> PreTrainedModel:
+    """The same softmax model with room for `max_length` tokens, its positions made longer as `convert` does it.
+
+    What a converted model is compared with on long documents. A model with room enough is returned as it is.
+
+    Raises:
+        ValueError: the architecture is not supported, or `position_extension` is not "repeat" or "interpolate".
+    """
+    if position_extension not in POSITION_EXTENSIONS:
+        allowed = ", ".join(map(repr, POSITION_EXTENSIONS))
+        raise ValueError(f"position_extension={position_extension!r} is not one of {allowed}.")
+    if model.config.model_type not in FAMILIES:
+        raise _unsupported(model.config)
+    config = copy.deepcopy(model.config)
+    offset = position_offset(config)
+    if config.max_position_embeddings - offset >= max_length:
+        return model
+    config.max_position_embeddings = max_length + offset
+    state = dict(model.state_dict())
+    _extend_positions(state, model, config, position_extension)
+    longer: Any = type(model)
+    extended = longer.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
+    return extended.to(model.device).eval()
+
+
+def _origin(config: PreTrainedConfig) -> dict[str, str]:
+    """What a model card says of the base: Hub id and commit; of a folder, whose path helps nobody, the licence."""
+    name = config.name_or_path
+    if name and not Path(name).exists() and not name.startswith(("/", ".", "~")):
+        commit = getattr(config, "_commit_hash", None)
+        return {"name": name, **({"revision": commit} if commit else {})}
+    readme = Path(name) / "README.md"
+    try:
+        license = (metadata_load(readme) or {}).get("license") if name and readme.is_file() else None
+    except Exception:  # a card that no parser reads says nothing
+        license = None
+    return {"license": license} if isinstance(license, str) else {}
 
 
 def _attention_config(config: AttentionConfig | str, seed: int | None) -> AttentionConfig:
@@ -237,10 +279,10 @@ def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: i
 
 
 def _extend_positions(
-    state: dict[str, Tensor], base: PreTrainedModel, config: LinAttnConfig, position_extension: str
+    state: dict[str, Tensor], base: PreTrainedModel, config: PreTrainedConfig, position_extension: str
 ) -> None:
     """Lengthen the table of position embeddings in `state` to what the config asks for; rotary models have none."""
-    family = FAMILIES[config.base_model_type]
+    family = FAMILIES[base.config.model_type]
     if family.position_table is None:
         return
     name = family.position_table

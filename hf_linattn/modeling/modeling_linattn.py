@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import transformers
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModel, DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 # all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
@@ -299,3 +299,5 @@ for _family in FAMILIES.values():
         _made[_name] = _model_class(getattr(transformers, _name), _family, "AutoModelForPreTraining")
     for _class in _made.values():
         setattr(sys.modules[__name__], _class.__name__, _class)
+    # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is asked to
+    AutoModel.register(CONFIG_CLASSES[_family.model_type], MODEL_CLASSES["AutoModel"][_family.model_type])

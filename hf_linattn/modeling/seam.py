@@ -42,6 +42,11 @@ def linattn_mask(
             "A converted model takes padding masks only: sliding windows, custom masks and several documents packed "
             "into one row (position_ids that start again) are not supported. Give each document a row of its own."
         )
+    if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+        raise ValueError(
+            "This export would fix what depends on each text, such as how many blocks it has, and be wrong for others. "
+            "Use torch.onnx.export(..., dynamo=True)."
+        )
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
@@ -148,9 +153,13 @@ def _linear_attention(
             return linear(query, key, value, mask, *state)
         # of a mask over all tokens so far, the new ones
         mask = mask[:, -query.shape[2] :]
-        order = torch.argsort(~mask, dim=-1, stable=True)
+        # where each token goes, real ones first and all in their order; a stable sort, which ONNX does not have
+        real = mask.cumsum(-1)
+        rank = torch.where(mask, real, real[:, -1:] + (~mask).cumsum(-1)) - 1
+        position = torch.arange(rank.shape[-1], device=rank.device).expand_as(rank)
+        order = torch.zeros_like(rank).scatter(-1, rank, position)
         aligned = (_take(x, order) for x in (query, key, value))
-        return _take(linear(*aligned, mask.sum(-1), *state), order.argsort(-1))
+        return _take(linear(*aligned, real[:, -1], *state), rank)
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

@@ -1,0 +1,258 @@
+"""Converted models where people use models: pipelines, sentence-transformers, PEFT, Trainer, ONNX, quantization."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, pipeline
+
+from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert_checkpoint
+
+from .helpers import (
+    POSITIONS,
+    config_id,
+    converted_model,
+    inputs_for,
+    outputs_of,
+    run_python,
+    save_tokenizer,
+    tiny_model,
+    tokens,
+)
+
+CONFIG = LinformerConfig(projection_length=8, window_size=4, global_tokens=1)
+CLASSIFIER = "AutoModelForSequenceClassification"
+
+#: pipeline -> family and head; each task of Transformers that a converted head has
+PIPELINES = {
+    "feature-extraction": ("bert", "AutoModel"),
+    "fill-mask": ("bert", "AutoModelForMaskedLM"),
+    "text-classification": ("bert", CLASSIFIER),
+    "zero-shot-classification": ("bert", CLASSIFIER),
+    "token-classification": ("bert", "AutoModelForTokenClassification"),
+    "text-generation": ("gpt2", "AutoModelForCausalLM"),
+}
+# longer than the base model could read
+TEXT = " ".join(f"w{5 + i % 90}" for i in range(POSITIONS + 20))
+CALL = """
+def call(pipe):
+    text = TEXT + " [MASK]" if pipe.task == "fill-mask" else TEXT
+    kwargs = {
+        "zero-shot-classification": {"candidate_labels": ["w7", "w8"]},
+        "text-generation": {"max_new_tokens": 5, "do_sample": False},
+    }.get(pipe.task, {})
+    return pipe(text, **kwargs)
+"""
+RUN_PIPELINES = (
+    """
+import sys
+sys.modules["hf_linattn"] = None  # any import of it fails
+import json
+from pathlib import Path
+import torch
+from transformers import pipeline
+torch.set_num_threads(1)
+TEXT = sys.argv[2]
+"""
+    + CALL
+    + """
+results = {}
+for folder in Path(sys.argv[1]).iterdir():
+    pipe = pipeline(folder.name, str(folder), trust_remote_code=True)
+    assert type(pipe.model).__module__.startswith("transformers_modules"), type(pipe.model)
+    results[folder.name] = call(pipe)
+print(json.dumps(results, default=float))
+"""
+)
+
+
+def save_with_tokenizer(folder: Path, family: str = "bert", auto: str = "AutoModel") -> Path:
+    save_tokenizer(folder)
+    if family == "gpt2":
+        # of a BERT, whose segments GPT-2 does not read
+        file = folder / "tokenizer_config.json"
+        values = {**json.loads(file.read_text()), "model_input_names": ["input_ids", "attention_mask"]}
+        file.write_text(json.dumps(values))
+    model = converted_model(CONFIG, family, auto, max_length=256)
+    if auto == CLASSIFIER:
+        model.config.label2id, model.config.id2label = {"entailment": 0, "other": 1}, {0: "entailment", 1: "other"}
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_pipelines_of_every_head_without_the_package(tmp_path: Path) -> None:
+    for task, (family, auto) in PIPELINES.items():
+        (tmp_path / "folders").mkdir(exist_ok=True)
+        save_with_tokenizer(tmp_path / "folders" / task, family, auto)
+    done = run_python(RUN_PIPELINES, tmp_path / "folders", TEXT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    call: dict[str, Any] = {"TEXT": TEXT}
+    exec(CALL, call)
+    for task in PIPELINES:
+        expected = call["call"](pipeline(task, str(tmp_path / "folders" / task)))
+        assert found[task] == json.loads(json.dumps(expected, default=float)), task
+
+
+def test_a_sentence_encoder_reads_more_than_the_original_could(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    models = pytest.importorskip("sentence_transformers.models")
+    save_tokenizer(tmp_path / "words")
+    tiny_model().save_pretrained(tmp_path / "words")
+    body = models.Transformer(str(tmp_path / "words"))
+    original = sentence_transformers.SentenceTransformer(modules=[body, models.Pooling(32)])
+    original.save(str(tmp_path / "original"))
+    convert_checkpoint(tmp_path / "original", tmp_path / "converted", CONFIG, max_length=256)
+    encoder = sentence_transformers.SentenceTransformer(str(tmp_path / "converted"), trust_remote_code=True)
+    assert original.max_seq_length == POSITIONS and encoder.max_seq_length == 256
+
+    def embed(model: Any, text: str) -> torch.Tensor:
+        return model.encode(text, convert_to_tensor=True)
+
+    # the original does not see what comes after its positions, the converted model does
+    changed = TEXT[: -len("w5 w6")] + "w90 w91"
+    assert changed != TEXT
+    assert torch.equal(embed(original, TEXT), embed(original, changed))
+    assert not torch.allclose(embed(encoder, TEXT), embed(encoder, changed), atol=1e-3)
+    # and the embedding is the mean over all of the document's tokens
+    encoded = encoder.tokenizer(TEXT, return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(tmp_path / "converted")(**encoded).last_hidden_state
+    assert states.shape[1] == POSITIONS + 22
+    torch.testing.assert_close(embed(encoder, TEXT), states[0].mean(0))
+
+
+@pytest.mark.parametrize(("family", "targets"), [("bert", ["query", "value"]), ("gpt2", ["c_attn"])])
+def test_an_adapter_is_trained_saved_and_put_on_again(tmp_path: Path, family: str, targets: list[str]) -> None:
+    converted_model(CONFIG, family, CLASSIFIER).save_pretrained(tmp_path / "model")
+
+    def load() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+
+    config = LoraConfig(task_type="SEQ_CLS", target_modules=targets, init_lora_weights=False)
+    model, inputs = get_peft_model(load(), config), inputs_for(CLASSIFIER)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all("lora_" in name or "modules_to_save" in name for name in trained)
+    model(**inputs, labels=torch.tensor([0, 1])).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load(), tmp_path / "adapter").eval()
+    assert torch.equal(outputs_of(again, inputs), outputs_of(model, inputs))
+    assert not torch.allclose(outputs_of(load(), inputs), outputs_of(model, inputs), atol=1e-3)
+    torch.testing.assert_close(outputs_of(again.merge_and_unload(), inputs), outputs_of(model, inputs))
+
+
+def test_an_adapter_without_targets_is_told_to_name_them() -> None:
+    """PEFT keeps its defaults by model_type in a table of its own."""
+    with pytest.raises(ValueError, match="target_modules"):
+        get_peft_model(converted_model(CONFIG), LoraConfig())
+
+
+def test_a_trainer_trains_saves_and_reloads(tmp_path: Path) -> None:
+    model = converted_model(CONFIG, auto=CLASSIFIER)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rows = [{"input_ids": tokens(20, seed=i)[0], "labels": i % 2} for i in range(4)]
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, **options
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    trainer.save_model(str(tmp_path / "saved"))
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    # what the method learns, and what it was given
+    assert any("linattn" in name for name in changed) and any("query" in name for name in changed)
+    loaded, inputs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved"), inputs_for(CLASSIFIER)
+    assert torch.equal(outputs_of(loaded, inputs), outputs_of(model.eval(), inputs))
+
+
+LENGTH = 64
+
+
+def export(model: nn.Module, path: Path, **options: Any) -> None:
+    """A graph that takes rows of `LENGTH` tokens, as many as one likes."""
+    inputs = inputs_for("AutoModel", LENGTH)
+    rows = torch.export.Dim("rows")
+    options = {"dynamo": True, "dynamic_shapes": {name: {0: rows} for name in inputs}, **options}
+    names = {"input_names": list(inputs), "output_names": ["last_hidden_state"]}
+    torch.onnx.export(model, (), str(path), kwargs=inputs, verbose=False, **names, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "config",
+    [
+        LinformerConfig(projection_length=8, window_size=16, global_tokens=1),
+        PerformerConfig(num_features=16, window_size=16, global_tokens=1),
+    ],
+    ids=config_id,
+)
+def test_an_exported_encoder_gives_the_same_numbers_at_every_length(tmp_path: Path, config: AttentionConfig) -> None:
+    """The graph has one length, and shorter documents are padded to it, which changes nothing in their attention."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = converted_model(config)
+    model.encoder.layer = model.encoder.layer[:1]
+    export(model, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for lengths in ((LENGTH,), (1,), (30, 17, 5)):
+        input_ids = tokens(LENGTH, batch=len(lengths), seed=3)
+        mask = (torch.arange(LENGTH) < torch.tensor(lengths)[:, None]).long()
+        (found,) = session.run(["last_hidden_state"], {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
+        for row, length in enumerate(lengths):
+            with torch.no_grad():
+                # on its own, and as long as it is
+                expected = model(input_ids[row : row + 1, :length]).last_hidden_state[0]
+            torch.testing.assert_close(torch.tensor(found[row, :length]), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_export_that_fixes_what_depends_on_the_text_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+
+    class LastHiddenState(nn.Module):
+        """Takes two tensors and no options, which is all that this exporter can give."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = converted_model(CONFIG)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+    inputs = tuple(inputs_for("AutoModel", LENGTH).values())
+    with pytest.raises(ValueError, match=r"Use torch\.onnx\.export\(\.\.\., dynamo=True\)"):
+        torch.onnx.export(LastHiddenState(), inputs, str(tmp_path / "model.onnx"), dynamo=False)
+
+
+def test_dynamic_quantization_leaves_the_attention_method_as_it_is() -> None:
+    model, inputs = converted_model(CONFIG), inputs_for("AutoModel")
+    expected = outputs_of(model, inputs)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert not any(type(module) is nn.Linear for module in quantized.modules())
+    found = outputs_of(quantized, inputs)
+    assert not torch.equal(found, expected)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_a_folder_loads_with_weights_in_int8(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    model, inputs = converted_model(CONFIG), inputs_for("AutoModel")
+    model.save_pretrained(tmp_path / "model")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    loaded = AutoModel.from_pretrained(tmp_path / "model", quantization_config=config)
+    assert type(loaded.encoder.layer[0].attention.self.query.weight) is not nn.Parameter
+    # what the method adds stays as it was saved
+    state = model.state_dict()
+    added = [name for name in state if "linattn" in name]
+    assert added and all(torch.equal(loaded.state_dict()[name], state[name]) for name in added)
+    expected, found = outputs_of(model, inputs), outputs_of(loaded, inputs)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    loaded.save_pretrained(tmp_path / "int8")
+    assert torch.equal(outputs_of(AutoModel.from_pretrained(tmp_path / "int8"), inputs), found)

@@ -1,0 +1,58 @@
+"""Every Python example of the README runs, in its order, with tiny models in place of those on the Hub."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from .helpers import save_tokenizer, tiny_model
+from .hub_server import Hub
+from .test_hub import hub  # noqa: F401
+
+ROOT = Path(__file__).parent.parent
+#: Hub id in the README -> family and head of the tiny model that stands for it
+IDS = {
+    "google-bert/bert-base-uncased": ("bert", "AutoModelForMaskedLM"),
+    "openai-community/gpt2": ("gpt2", "AutoModelForCausalLM"),
+}
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def save_model(folder: Path, family: str, auto: str) -> None:
+    folder.mkdir(parents=True)
+    save_tokenizer(folder)
+    if family == "gpt2":
+        # of a BERT, whose segments GPT-2 does not read
+        file = folder / "tokenizer_config.json"
+        values = {**json.loads(file.read_text()), "model_input_names": ["input_ids", "attention_mask"]}
+        file.write_text(json.dumps(values))
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    tiny_model(family, auto).save_pretrained(folder)
+
+
+@pytest.mark.usefixtures("hub")
+def test_every_example_runs(
+    hub: Hub,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["readme"])
+    # what the reader brings along
+    names: dict[str, Any] = {"__name__": "readme", "AutoTokenizer": AutoTokenizer, "long_prompt": "w7 w8 w9 " * 30}
+    examples = blocks()
+    assert len(examples) >= 3
+    for repo_id, (family, auto) in IDS.items():
+        save_model(tmp_path / "hub" / repo_id, family, auto)
+    for number, example in enumerate(examples, start=1):
+        for repo_id in IDS:
+            example = example.replace(f'"{repo_id}"', repr(str(tmp_path / "hub" / repo_id)))
+        # each goes on from those before it
+        exec(compile(example, f"README.md, example {number}", "exec"), names)
