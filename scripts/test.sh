@@ -12,12 +12,12 @@ case "${1:-}" in
     .venv/bin/ruff check .
     .venv/bin/mypy
     bash scripts/setup.sh .venv-lowest constraints-lowest.txt
-    .venv-lowest/bin/python -m pytest -q -m core
-    .venv/bin/python -m pytest -q
+    .venv-lowest/bin/python -m pytest -q -n logical --maxprocesses 8 -m core
+    .venv/bin/python -m pytest -q -n logical --maxprocesses 8
     ;;
 --lowest)
     bash scripts/setup.sh .venv-lowest constraints-lowest.txt
-    .venv-lowest/bin/python -m pytest -q
+    .venv-lowest/bin/python -m pytest -q -n logical --maxprocesses 8
     ;;
 *)
     echo "test.sh: unknown option $1; allowed is --lowest" >&2

@@ -128,18 +128,20 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
 
 def test_two_processes_are_one(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
     output = tmp_path / "two"
-    launch = "accelerate.commands.launch"
-    options = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    options += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "scripts/accelerate/multi_cpu.yaml"]
+    launch += ["--num_cpu_threads_per_process", "1", "--main_process_port", "0", "-m", "tests.adapt_run"]
     arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data))]
-    subprocess.run(
-        [sys.executable, "-m", launch, *options, "-m", "tests.adapt_run", *map(str, arguments)],
+    result = subprocess.run(
+        [*launch, *map(str, arguments)],
         cwd=RUN.parents[1],
-        check=True,
         stdin=subprocess.DEVNULL,
-        timeout=300,
+        capture_output=True,
+        text=True,
+        timeout=600,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.splitlines() == ["2 processes"]
     found, expected = losses(output), losses(unbroken)
     assert [row[:2] for row in found] == [row[:2] for row in expected]
     assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], rel=1e-4)

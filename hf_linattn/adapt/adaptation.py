@@ -127,6 +127,8 @@ class _Run:
         self.settings = _settings(self)
         self._check_output()
         self.accelerator = accelerator or Accelerator(
+            # said, because Accelerate does not look for other processes on a CPU by itself
+            cpu=not torch.accelerator.is_available(),
             mixed_precision=config.mixed_precision,
             log_with=config.tracker,
             project_dir=str(self.training) if config.tracker else None,
@@ -460,8 +462,9 @@ def _load(folder: str | Path, task: str | None, labels: list[str] | None = None)
             config.label2id = {label: index for index, label in enumerate(labels)}
             config.id2label = dict(enumerate(labels))
         # the weights of a head that is not in the checkpoint are drawn anew: the same on every start
-        torch.manual_seed(0)
-        return wanted.from_pretrained(str(folder), config=config).eval()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return wanted.from_pretrained(str(folder), config=config).eval()
     cls = HEAD_CLASSES[family][name.removeprefix("LinAttn")]
     return cls.from_pretrained(str(folder), config=config).eval()
 

@@ -17,10 +17,10 @@ class AdaptConfig:
     """
 
     transfer_steps: int = field(
-        default=300, metadata={"help": "Steps of attention transfer: each layer learns its own softmax output."}
+        default=150, metadata={"help": "Steps of attention transfer: each layer learns its own softmax output."}
     )
     distil_steps: int = field(
-        default=600,
+        default=500,
         metadata={
             "help": "Steps in which the whole model learns the base model's hidden states and embedding, or logits."
         },
@@ -49,21 +49,21 @@ class AdaptConfig:
     )
 
     transfer_feature_lr: float = field(
-        default=1e-2, metadata={"help": "Learning rate of Performer's feature maps in the transfer."}
+        default=4e-2, metadata={"help": "Learning rate of Performer's feature maps in the transfer."}
     )
     transfer_projection_lr: float = field(
         default=1e-2, metadata={"help": "Learning rate of Linformer's projections in the transfer."}
     )
     transfer_query_key_lr: float = field(
-        default=1e-3, metadata={"help": "Learning rate of query and key weights in the transfer. 0 keeps them."}
+        default=2e-3, metadata={"help": "Learning rate of query and key weights in the transfer. 0 keeps them."}
     )
-    feature_lr: float = field(default=3e-3, metadata={"help": "Learning rate of feature maps in the later stages."})
-    projection_lr: float = field(default=3e-3, metadata={"help": "Learning rate of projections in the later stages."})
+    feature_lr: float = field(default=1e-2, metadata={"help": "Learning rate of feature maps in the later stages."})
+    projection_lr: float = field(default=5e-3, metadata={"help": "Learning rate of projections in the later stages."})
     query_key_lr: float = field(
-        default=3e-4, metadata={"help": "Learning rate of query and key weights in the later stages. 0 keeps them."}
+        default=5e-4, metadata={"help": "Learning rate of query and key weights in the later stages. 0 keeps them."}
     )
     learning_rate: float = field(
-        default=1e-4, metadata={"help": "Learning rate of all other weights in the later stages. 0 keeps them."}
+        default=1.5e-4, metadata={"help": "Learning rate of all other weights in the later stages. 0 keeps them."}
     )
     train_embeddings: bool = field(
         default=False,
@@ -81,7 +81,7 @@ class AdaptConfig:
         default=1.0, metadata={"help": "Weight of the error of the hidden states in distillation."}
     )
     embedding_weight: float = field(
-        default=1.0, metadata={"help": "Weight of 1 - cosine of the pooled embedding (encoders)."}
+        default=2.0, metadata={"help": "Weight of 1 - cosine of the pooled embedding (encoders)."}
     )
     logits_weight: float = field(
         default=1.0, metadata={"help": "Weight of the KL divergence of the logits (decoders)."}

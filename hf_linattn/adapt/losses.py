@@ -14,7 +14,8 @@ def real_tokens(attention_mask: Tensor | None, like: Tensor) -> Tensor:
 
 def relative_error(found: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
     """|found - wanted|^2 / |wanted|^2 of (batch, length, ...), over the real tokens of each row: (batch,)."""
-    error, size = ((x.float().square().flatten(2).sum(-1) * real).sum(-1) for x in (found - wanted, wanted))
+    found, wanted = found.float(), wanted.float()
+    error, size = ((x.square().flatten(2).sum(-1) * real).sum(-1) for x in (found - wanted, wanted))
     return error / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 

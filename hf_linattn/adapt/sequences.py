@@ -20,8 +20,8 @@ from .stage import Batch
 
 # Batches that are sorted by length together: rows of like length meet, and the order stays random.
 _GROUPED = 32
-# Characters from which the characters per token are estimated.
-_SAMPLE = 20_000
+# Documents, and characters of each, from which the characters per token are estimated.
+_SAMPLED, _SAMPLE = 32, 2_000
 # Texts shorter than this many characters teach nothing.
 _LEAST_CHARACTERS = 32
 
@@ -107,9 +107,9 @@ class Sequences:
             yield self._all_examples
             return
         examples: list[Example] = []
-        for text, label in self._stream():
-            examples += self._cut(text, label)
-            if len(examples) >= self.pool:
+        for example in self._cut(self._stream()):
+            examples.append(example)
+            if len(examples) == self.pool:
                 yield examples
                 examples = []
         if examples:
@@ -117,8 +117,7 @@ class Sequences:
 
     @cached_property
     def _all_examples(self) -> list[Example]:
-        documents = load_documents(self.data)
-        return [example for d in documents for example in self._cut(d.text, d.label)]
+        return list(self._cut((d.text, d.label) for d in load_documents(self.data)))
 
     def _stream(self) -> Iterator[tuple[str, str | None]]:
         config = self.data.resolved()
@@ -138,29 +137,31 @@ class Sequences:
             if taken == config.max_documents:
                 return
 
-    def _cut(self, text: str, label: str | None) -> list[Example]:
-        """Pieces of a document that fill a sequence, cut at white space; a rest stays shorter."""
+    def _cut(self, documents: Iterator[tuple[str, str | None]]) -> Iterator[Example]:
+        """Pieces of documents that fill a sequence, cut at white space; the rest of a document stays shorter."""
         if self.whole:
-            return [Example(text, label)]
-        size = int(self.length * _characters_per_token(self.tokenizer, text))
-        pieces, begin = [], 0
-        while begin < len(text):
-            end = begin + size
-            if end < len(text):
-                end = max(text.rfind(" ", begin + size // 2, end), text.rfind("\n", begin + size // 2, end)) + 1 or end
-            piece = text[begin:end].strip()
-            if len(piece) >= _LEAST_CHARACTERS or (begin == 0 and piece):
-                pieces.append(Example(piece, label))
-            begin = end
-        return pieces
+            yield from itertools.starmap(Example, documents)
+            return
+        first = list(itertools.islice(documents, _SAMPLED))
+        size = int(self.length * _characters_per_token(self.tokenizer, [text for text, _ in first]))
+        for text, label in itertools.chain(first, documents):
+            begin = 0
+            while begin < len(text):
+                end = begin + size
+                if end < len(text):
+                    half = begin + size // 2
+                    end = max(text.rfind(" ", half, end), text.rfind("\n", half, end)) + 1 or end
+                piece = text[begin:end].strip()
+                if len(piece) >= _LEAST_CHARACTERS or (begin == 0 and piece):
+                    yield Example(piece, label)
+                begin = end
 
 
-def _characters_per_token(tokenizer: Any, text: str) -> float:
-    """Estimated from the document's middle, and a little more, so that pieces rather fill a sequence than not."""
-    begin = max(len(text) - _SAMPLE, 0) // 2
-    sample = text[begin : begin + _SAMPLE]
-    tokens = len(tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"])
-    return 1.05 * len(sample) / max(tokens, 1)
+def _characters_per_token(tokenizer: Any, texts: Sequence[str]) -> float:
+    """Estimated from some documents, and a little more, so that pieces rather fill a sequence than not."""
+    samples = [text[:_SAMPLE] for text in texts]
+    tokens = [len(tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]) for sample in samples]
+    return 1.05 * sum(map(len, samples)) / max(sum(tokens), 1)
 
 
 def _plan(lengths: Sequence[int], batch_size: int, order: random.Random) -> list[list[int]]:

@@ -274,6 +274,7 @@ def _summary(
                 {
                     "column": column.name,
                     "length": length,
+                    "documents": len(mine[0][metrics[0].reads[0]]),
                     "cut": job.cut(length),
                     "metrics": {
                         m.name: _numbers(m, mine, None if column.name == EXTENDED else softmax, config.resamples)

@@ -98,3 +98,20 @@ def test_one_set_of_weights_serves_every_length(projection: str) -> None:
         assert summaries.key.isfinite().all()
         # all of a row's mass, and no more
         assert summaries.log_mass.exp().sum().item() == pytest.approx(length)
+
+
+@pytest.mark.parametrize("tokens", [6, 12])
+def test_what_a_row_teaches_holds_for_a_row_of_twice_the_length(tokens: int) -> None:
+    """Two tokens of the longer row have together the weight of one of the shorter, and all columns take part."""
+    projection = make("learned")
+    weight = projection.key_weight
+    torch.nn.init.normal_(weight)
+    short, long = (
+        projection.deviation("key", segment(torch.tensor([length]), length, 4)) for length in (tokens, 2 * tokens)
+    )
+    # pairs of neighbours in the longer row
+    torch.testing.assert_close(long.unflatten(-1, (tokens, 2)).sum(-1), short)
+    spans = weight.unflatten(-1, (tokens, 24 // tokens)).mean(-1)
+    torch.testing.assert_close(short[0], spans * 4 / tokens)
+    (short.sum()).backward()
+    assert bool((weight.grad != 0).all())
