@@ -152,7 +152,7 @@ def extend_positions(model: PreTrainedModel, max_length: int, *, position_extens
 
 def _origin(config: PreTrainedConfig) -> dict[str, str]:
     """What a model card says of the base: Hub id and commit; of a folder, whose path helps nobody, the licence."""
-    name = config.name_or_path
+    name = config.name_or_path or ""
     if name and not Path(name).exists() and not name.startswith(("/", ".", "~")):
         commit = getattr(config, "_commit_hash", None)
         return {"name": name, **({"revision": commit} if commit else {})}
