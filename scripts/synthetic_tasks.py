@@ -91,7 +91,9 @@ PLANS: dict[str, Plan] = {
         config=SyntheticConfig(task="passkey", length=256, min_distance=64),
         vocabulary=Vocabulary.from_bytes(),
         stages=((0.4, {"length": 100, "min_distance": 0}), (0.2, {"length": 160, "min_distance": 32}), (0.4, {})),
-        steps=6000,
+        steps=8000,
+        hidden_size=96,
+        heads=4,
     ),
     "listops": Plan(
         config=SyntheticConfig(task="listops", length=64, min_length=32, max_depth=3, reading="masked"),
