@@ -2,14 +2,15 @@
 
 import json
 import re
+import string
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizerFast
 
-from .helpers import save_tokenizer, tiny_model
+from .helpers import POSITIONS, tiny_model
 from .hub_server import Hub
 from .test_hub import hub  # noqa: F401
 
@@ -19,6 +20,8 @@ IDS = {
     "google-bert/bert-base-uncased": ("bert", "AutoModelForMaskedLM"),
     "openai-community/gpt2": ("gpt2", "AutoModelForCausalLM"),
 }
+#: what takes long in the README -> what stands for it here
+SHORTER = {"lengths=[512, 2048]": "lengths=[32, 64]"}
 
 
 def blocks() -> list[str]:
@@ -27,7 +30,11 @@ def blocks() -> list[str]:
 
 def save_model(folder: Path, family: str, auto: str) -> None:
     folder.mkdir(parents=True)
-    save_tokenizer(folder)
+    # of single letters, so that no two documents are the same to it
+    letters = [mark + letter for mark in ("", "##") for letter in string.ascii_lowercase]
+    words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *letters]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=POSITIONS).save_pretrained(folder)
     if family == "gpt2":
         # of a BERT, whose segments GPT-2 does not read
         file = folder / "tokenizer_config.json"
@@ -46,7 +53,7 @@ def test_every_example_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["readme"])
     # what the reader brings along
-    names: dict[str, Any] = {"__name__": "readme", "AutoTokenizer": AutoTokenizer, "long_prompt": "w7 w8 w9 " * 30}
+    names: dict[str, Any] = {"__name__": "readme", "AutoTokenizer": AutoTokenizer, "long_prompt": "a long prompt " * 9}
     examples = blocks()
     assert len(examples) >= 3
     for repo_id, (family, auto) in IDS.items():
@@ -54,5 +61,7 @@ def test_every_example_runs(
     for number, example in enumerate(examples, start=1):
         for repo_id in IDS:
             example = example.replace(f'"{repo_id}"', repr(str(tmp_path / "hub" / repo_id)))
+        for long, short in SHORTER.items():
+            example = example.replace(long, short)
         # each goes on from those before it
         exec(compile(example, f"README.md, example {number}", "exec"), names)
