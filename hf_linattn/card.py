@@ -156,7 +156,7 @@ class _Evaluation:
     def __init__(self, report: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         self.columns = {column["name"]: column for column in report["columns"]}
         self.tasks, self.footprint = report["tasks"], report.get("footprint") or []
-        self.command, self.created = report.get("command"), report.get("created")
+        self.commands, self.created = report.get("commands") or [], report.get("created")
         self.base_length = (report.get("base") or {}).get("max_length", 0)
         self.machine = list(_flat(report.get("machine") or {}))
         training = values.get("linattn_training") or None
@@ -188,6 +188,8 @@ class _Evaluation:
                     continue
                 which = "adapted" if self.columns[cell["column"]].get("training") else "direct swap, no training"
                 for metric, numbers in cell["metrics"].items():
+                    if numbers["value"] is None:
+                        continue
                     yield EvalResult(
                         task_type=pipeline_tag,
                         task_name=task["name"],
@@ -195,8 +197,8 @@ class _Evaluation:
                         dataset_name=_dataset_name(task),
                         dataset_split=(task.get("data") or {}).get("split"),
                         metric_type=metric,
-                        metric_name=f"{metric} at {cell['length']:,} tokens, {which} (95% interval "
-                        f"{_number(numbers['low'])} to {_number(numbers['high'])})",
+                        metric_name=f"{metric} at {cell['length']:,} tokens, {which}"
+                        + _interval(numbers, "95% interval "),
                         metric_value=numbers["value"],
                         metric_args={
                             "length": cell["length"],
@@ -213,7 +215,7 @@ class _Evaluation:
             lengths = sorted({cell["length"] for cell in task["cells"]})
             cells = {(cell["column"], cell["length"]): cell for cell in task["cells"]}
             for metric in metrics:
-                better = "higher" if task["higher_is_better"] else "lower"
+                better = "higher" if task["higher_is_better"][metric] else "lower"
                 documents = {cell["documents"] for cell in task["cells"]}
                 yield Table(
                     f"{task['name']}, {metric} ({better} is better; {_range(documents)} documents)",
@@ -228,12 +230,12 @@ class _Evaluation:
     def worse(self) -> Iterator[str]:
         """Where the checkpoint is worse than softmax beyond what the documents leave open, or takes more."""
         for task in self.tasks:
-            sign = 1 if task["higher_is_better"] else -1
             cells = {(cell["column"], cell["length"]): cell for cell in task["cells"]}
             for (column, length), cell in cells.items():
                 if column != self.own:
                     continue
                 for metric, numbers in cell["metrics"].items():
+                    sign = 1 if task["higher_is_better"][metric] else -1
                     at = f"{task['name']}, {metric} at {length:,} tokens"
                     ends = [numbers.get("difference_low"), numbers.get("difference_high")]
                     if None not in ends and max(sign * end for end in ends) < 0:
@@ -244,6 +246,7 @@ class _Evaluation:
                     if (
                         length > self.base_length
                         and cut
+                        and None not in (cut["low"], cut["high"], numbers["low"], numbers["high"])
                         and min(sign * cut[end] for end in ("low", "high"))
                         > max(sign * numbers[end] for end in ("low", "high"))
                     ):
@@ -337,7 +340,14 @@ def _shown(cell: Mapping[str, Any] | None, metric: str) -> str:
     numbers = None if cell is None else cell["metrics"].get(metric)
     if numbers is None:
         return ""
-    return f"{_number(numbers['value'])} ({_number(numbers['low'])} to {_number(numbers['high'])})"
+    return "not defined" if numbers["value"] is None else f"{_number(numbers['value'])}{_interval(numbers)}"
+
+
+def _interval(numbers: Mapping[str, Any], called: str = "") -> str:
+    """The 95 % interval in brackets; nothing where it is not defined."""
+    if numbers["low"] is None:
+        return ""
+    return f" ({called}{_number(numbers['low'])} to {_number(numbers['high'])})"
 
 
 def _number(value: float) -> str:

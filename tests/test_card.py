@@ -64,7 +64,7 @@ def make_report(linattn: dict[str, Any]) -> dict[str, Any]:
     return {
         "format_version": 1,
         "created": "2026-01-02",
-        "command": "hf-linattn evaluate org/base --task classification",
+        "commands": ["hf-linattn evaluate org/base --task classification"],
         "machine": {"cpu": "a CPU", "cores": 2},
         "base": {"name": "org/base", "model_type": "bert", "max_length": 64},
         "columns": [
@@ -79,7 +79,7 @@ def make_report(linattn: dict[str, Any]) -> dict[str, Any]:
                 "name": "topics",
                 "task": "classification",
                 "metric": "accuracy",
-                "higher_is_better": True,
+                "higher_is_better": {"accuracy": True},
                 "data": {"dataset": "/home/somebody/secret/pages.jsonl", "split": "test"},
                 "settings": {},
                 "cells": [
@@ -183,7 +183,7 @@ def test_where_it_is_worse_is_said_and_only_there(folder: Path, report: Path) ->
 
 def test_lower_can_be_better(folder: Path, report: Path) -> None:
     found = json.loads((report / "report.json").read_text())
-    found["tasks"][0]["higher_is_better"] = False
+    found["tasks"][0]["higher_is_better"] = {"accuracy": False}
     found["footprint"] = []
     (report / "report.json").write_text(json.dumps(found))
     text = model_card(folder, report=read_report(report), **REPOSITORY).text

@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, BertTokenizerFast
 
 from hf_linattn import LinformerConfig, PerformerConfig, convert, convert_checkpoint
+from hf_linattn.card import model_card, read_report
 from hf_linattn.cli import main
 from hf_linattn.documents import DataConfig
 from hf_linattn.evaluate.batches import run_batches
@@ -169,13 +170,21 @@ def test_a_changed_checkpoint_is_measured_again(decoder: str, corpus: Path, tmp_
     assert results[0] != results[1]
 
 
-def test_tasks_are_added_to_a_report(encoder: str, corpus: Path, tmp_path: Path) -> None:
+def test_tasks_are_added_to_a_report_and_a_card_is_made_from_it(encoder: str, corpus: Path, tmp_path: Path) -> None:
     config = TaskConfig(lengths=[16], truncate=True)
+    folder, output = tmp_path / "converted", tmp_path / "report"
+    convert_checkpoint(encoder, folder, JOINED)
     for task in ("embeddings", "masked-lm"):
         report = compare(
-            encoder, {"joined": JOINED}, task, tmp_path, data=data(corpus), task_config=config, config=NO_FOOTPRINT,
+            encoder,
+            {"joined": str(folder)},
+            task,
+            output,
+            data=data(corpus),
+            task_config=config,
+            config=NO_FOOTPRINT,
             command=f"hf-linattn evaluate {task}",
-        )  # fmt: skip
+        )
     assert [task["name"] for task in report["tasks"]] == ["embeddings", "masked-lm"]
     assert report["commands"] == ["hf-linattn evaluate embeddings", "hf-linattn evaluate masked-lm"]
     assert values(report, "cosine to extended softmax")[EXTENDED, 16] == pytest.approx(1)
@@ -183,6 +192,14 @@ def test_tasks_are_added_to_a_report(encoder: str, corpus: Path, tmp_path: Path)
     assert "softmax extended" in section and "masked-lm" in section
     with pytest.raises(ValueError, match="'other' is not in the report"):
         card_section(report, "other")
+
+    card = model_card(folder, repo_id="me/joined", report=read_report(output))
+    perplexity = report["tasks"][1]["cells"][2]["metrics"]["perplexity"]
+    results = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    found = next(value for name, value in results.items() if name.startswith("perplexity at 16 tokens, direct swap"))
+    assert found == perplexity["value"]
+    assert "perplexity (lower is better; 24 documents)" in card.text
+    assert "**joined** (this model)" in card.text and "hf-linattn evaluate masked-lm" in card.text
 
 
 def test_seeds_are_one_column(encoder: str, corpus: Path, tmp_path: Path) -> None:
