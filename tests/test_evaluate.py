@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,13 @@ def test_pairs_and_retrieval(encoder: str, corpus: Path, tmp_path: Path, texts: 
     auc = compare(encoder, {}, "pairs", tmp_path, data=chosen, task_config=config, config=NO_FOOTPRINT)
     assert auc["tasks"][0]["data"]["pairs"] == len(pairs)
     assert values(auc, "ROC AUC of the cosine")[EXTENDED, 32] > 0.75
+    few = replace(config, max_pair_texts=9)
+    less = compare(encoder, {}, "pairs", tmp_path / "few", data=chosen, task_config=few, config=NO_FOOTPRINT)
+    # each text has pairs with the next four
+    assert less["tasks"][0]["data"]["documents"] <= 9 and less["tasks"][0]["data"]["pairs"] >= 8
+    with pytest.raises(ValueError, match="2 pairs of 1 first documents are too few to part"):
+        few = replace(config, max_pair_texts=3)
+        compare(encoder, {}, "pairs", tmp_path / "few", data=chosen, task_config=few, config=NO_FOOTPRINT)
     found = compare(encoder, {}, "retrieval", tmp_path, data=chosen, task_config=config, config=NO_FOOTPRINT)
     assert values(found, "nDCG@10", task=1)[EXTENDED, 32] > 0.3
 

@@ -136,7 +136,11 @@ class Pairs(DocumentTask):
         if self.data.label_column is None:
             raise ValueError("label_column is missing; it tells whether a pair belongs together (1) or not (0).")
         rows = list(load_rows(self.data, columns))
-        random.Random(self.data.data_seed).shuffle(rows)
+        # in an order of the seed's, but all pairs of one first document together: few texts then have many pairs
+        firsts = list(dict.fromkeys(str(row[columns[0]]) for row in rows))
+        random.Random(self.data.data_seed).shuffle(firsts)
+        place = {first: index for index, first in enumerate(firsts)}
+        rows.sort(key=lambda row: place[str(row[columns[0]])])
         pairs = [(str(row[columns[0]]), str(row[columns[1]]), _truth(row[self.data.label_column])) for row in rows]
         texts = {name: name for a, b, _ in pairs for name in (a, b)}
         if config.pair_texts is not None:
@@ -154,9 +158,19 @@ class Pairs(DocumentTask):
         names = sorted({name for a, b, _ in pairs for name in (a, b)})
         index = {name: i for i, name in enumerate(names)}
         self._pairs = [(index[a], index[b], truth) for a, b, truth in pairs]
-        if len({truth for _, _, truth in self._pairs}) < 2:
+        first, labels = [a for a, _, _ in self._pairs], [truth for _, _, truth in self._pairs]
+        if len(set(labels)) < 2:
             raise ValueError("All pairs have the same label; there is nothing to tell apart.")
+        if len(set(first)) < config.folds or any(
+            len({labels[i] for i in train}) < 2 for train, _ in self._folds().split(first, labels, first)
+        ):
+            raise ValueError(
+                f"folds={config.folds}: {len(labels)} pairs of {len(set(first))} first documents are too few to part."
+            )
         return Documents([Document(id=name, text=texts[name]) for name in names], 0)
+
+    def _folds(self) -> StratifiedGroupKFold:
+        return StratifiedGroupKFold(self.config.folds, shuffle=True, random_state=self.config.seed)
 
     def metrics(self) -> list[Metric]:
         return [
@@ -172,8 +186,7 @@ class Pairs(DocumentTask):
         a, b = embeddings[first], embeddings[second]
         features = np.concatenate([np.abs(a - b), a * b], axis=1)
         scores = np.empty(len(labels))
-        folds = StratifiedGroupKFold(self.config.folds, shuffle=True, random_state=self.config.seed)
-        for train, test in folds.split(features, labels, first):
+        for train, test in self._folds().split(features, labels, first):
             fitted = probe(self.config.regularization).fit(features[train], labels[train])
             scores[test] = fitted.predict_proba(features[test])[:, 1]
         return {"label": labels.tolist(), "cosine": (a * b).sum(1).tolist(), "probe": scores.tolist()}
@@ -277,7 +290,7 @@ def _truth(label: Any) -> int:
 
 
 def _few_texts(pairs: list[tuple[str, str, int]], most_texts: int, most_pairs: int) -> list[tuple[str, str, int]]:
-    """The first pairs that have no more than so many texts among them."""
+    """The first pairs that have no more than so many texts among them, and all others of these texts."""
     kept: list[tuple[str, str, int]] = []
     texts: set[str] = set()
     for pair in pairs:
