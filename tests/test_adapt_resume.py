@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModel
 
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
 from hf_linattn.adapt.monitor import MetricsFile
 from hf_linattn.adapt.sequences import Sequences, collate, tokenize
 from hf_linattn.documents import DataConfig
 
-from .helpers import converted_model, tiny_model
+from .helpers import converted_model, inputs_for, outputs_of, tiny_model
 from .test_adapt import LEARNED, SHORT, converted_folder, losses, write_documents
 
 SETTINGS = {**SHORT, "transfer_steps": 6, "distil_steps": 6, "checkpoint_steps": 2}
@@ -145,9 +146,10 @@ def test_two_processes_are_one(folder: Path, data: DataConfig, unbroken: Path, t
     found, expected = losses(output), losses(unbroken)
     assert [row[:2] for row in found] == [row[:2] for row in expected]
     assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], rel=1e-4)
-    ours, theirs = (load_file(path / "model.safetensors") for path in (output, unbroken))
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, atol=2e-4, rtol=2e-3, msg=name)
+    # not the weights: those that change nothing, as a key's bias, follow the rounding
+    ours, theirs = (AutoModel.from_pretrained(path).eval() for path in (output, unbroken))
+    inputs = inputs_for("AutoModel")
+    torch.testing.assert_close(outputs_of(ours, inputs), outputs_of(theirs, inputs), atol=1e-3, rtol=1e-3)
 
 
 # -- the parts --------------------------------------------------------------------------------------

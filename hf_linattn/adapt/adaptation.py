@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -129,6 +129,8 @@ class _Run:
         self.accelerator = accelerator or Accelerator(
             # said, because Accelerate does not look for other processes on a CPU by itself
             cpu=not torch.accelerator.is_available(),
+            # no loss reaches a pooler, or a branch that is switched off
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
             mixed_precision=config.mixed_precision,
             log_with=config.tracker,
             project_dir=str(self.training) if config.tracker else None,
