@@ -21,7 +21,10 @@ IDS = {
     "openai-community/gpt2": ("gpt2", "AutoModelForCausalLM"),
 }
 #: what takes long in the README -> what stands for it here
-SHORTER = {"lengths=[512, 2048]": "lengths=[32, 64]"}
+SHORTER = {
+    "lengths=[512, 2048]": "lengths=[32, 64]",
+    "distil_steps=500, batch_size=8": "distil_steps=2, batch_size=2, sequence_length=32, eval_sequences=2",
+}
 
 
 def blocks() -> list[str]:
