@@ -203,6 +203,29 @@ def test_tasks_are_added_to_a_report_and_a_card_is_made_from_it(encoder: str, co
     assert "**joined** (this model)" in card.text and "hf-linattn evaluate masked-lm" in card.text
 
 
+def test_columns_and_lengths_are_added_to_a_task(encoder: str, corpus: Path, tmp_path: Path) -> None:
+    def run(name: str, lengths: list[int], **fields: Any) -> dict[str, Any]:
+        return compare(
+            encoder,
+            {name: JOINED},
+            "embeddings",
+            tmp_path,
+            data=data(corpus, **fields),
+            task_config=TaskConfig(lengths=lengths, truncate=True),
+            config=replace(NO_FOOTPRINT, branches=False),
+        )
+
+    run("one", [16])
+    report = run("two", [16, 24])
+    assert len(report["tasks"]) == 1 and report["tasks"][0]["lengths"] == [16, 24]
+    found = values(report, "cosine to extended softmax")
+    assert set(found) == {("one", 16)} | {(name, n) for name in (TRUNCATED, EXTENDED, "two") for n in (16, 24)}
+    assert found["one", 16] == found["two", 16]
+    # other documents: what was measured before no longer stands beside them
+    fewer = values(run("three", [16], max_documents=9), "cosine to extended softmax")
+    assert set(fewer) == {(name, 16) for name in (TRUNCATED, EXTENDED, "three")}
+
+
 def test_seeds_are_one_column(encoder: str, corpus: Path, tmp_path: Path) -> None:
     sources = [PerformerConfig(num_features=8, seed=seed) for seed in (0, 1)]
     report = compare(

@@ -100,10 +100,18 @@ def merge_report(path: Path, new: dict[str, Any]) -> dict[str, Any]:
         "machine": new["machine"],
         "base": new["base"],
         "columns": joined("columns", lambda row: row["name"]),
-        "tasks": joined("tasks", lambda row: row["name"]),
+        "tasks": [_with_earlier_cells(task, old.get("tasks", [])) for task in joined("tasks", lambda row: row["name"])],
         "footprint": joined("footprint", lambda row: (row["column"], row["length"])),
         "fidelity": joined("fidelity", lambda row: (row["column"], row["length"], row["layer"])),
     }
+
+
+def _with_earlier_cells(task: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """A task with the columns and lengths that an earlier comparison measured on the same documents in the same way."""
+    same = [e for e in earlier if all(e[key] == task[key] for key in ("name", "task", "data", "settings"))]
+    cells = {(cell["column"], cell["length"]): cell for part in (*same, task) for cell in part["cells"]}
+    lengths = sorted({length for _, length in cells})
+    return {**task, "lengths": lengths, "cells": list(cells.values())}
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
@@ -224,10 +232,10 @@ def task_tables(task: dict[str, Any]) -> list[str]:
         for prefix, head in (("", f"{name} ({better}), by tokens"), ("difference", f"{name}: minus softmax extended")):
             rows = []
             for column in columns:
-                numbers = [cells[column, length][name] for length in task["lengths"]]
+                numbers = [cells.get((column, length)) for length in task["lengths"]]
                 if prefix and column == EXTENDED:
                     continue
-                rows.append([column, *(_with_interval(n, prefix) for n in numbers)])
+                rows.append([column, *("" if n is None else _with_interval(n[name], prefix) for n in numbers)])
             if rows:
                 tables.append(_table([head, *lengths], rows))
     return tables
