@@ -4,6 +4,7 @@ from typing import Any
 
 import datasets
 import evaluate
+import numpy as np
 from sklearn.metrics import f1_score
 
 from .inputs import labels
@@ -14,7 +15,12 @@ HIGHER_IS_BETTER = True
 def function(predictions: Any, references: Any) -> float:
     """Macro F1 over the classes that occur in either; classes are integers or strings."""
     predicted, true = labels(predictions, references)
-    return float(f1_score(true, predicted, average="macro", zero_division=0.0))
+    # counts by class, many times faster than scikit-learn's for a bootstrap
+    classes, codes = np.unique(np.concatenate([true, predicted]), return_inverse=True)
+    true, predicted = codes[: len(true)], codes[len(true) :]
+    hits = np.bincount(true[true == predicted], minlength=len(classes))
+    total = np.bincount(true, minlength=len(classes)) + np.bincount(predicted, minlength=len(classes))
+    return float((2 * hits / total).mean())
 
 
 class F1(evaluate.Metric):
@@ -32,4 +38,4 @@ class F1(evaluate.Metric):
         )
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        return {"f1": function(predictions, references)}
+        return {"f1": float(f1_score(references, predictions, average="macro", zero_division=0.0))}
