@@ -7,7 +7,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ..documents import DataConfig, Documents
 from .runner import Runner
-from .task import DocumentTask, Metric, Outcomes, TaskConfig, metric
+from .task import DocumentTask, Metric, Outcomes, TaskConfig, metric, most_frequent
 
 
 class Classification(DocumentTask):
@@ -29,7 +29,9 @@ class Classification(DocumentTask):
         return super()._load()
 
     def metrics(self) -> list[Metric]:
-        return [metric("accuracy", ("prediction", "label")), metric("f1", ("prediction", "label"))]
+        guess = most_frequent(self._labels)
+        reads = ("prediction", "label")
+        return [metric("accuracy", reads, guess=guess), metric("f1", reads, called="macro F1")]
 
     def outcomes(self, runner: Runner, reference: Runner, length: int) -> Outcomes:
         def read(model: nn.Module, ids: Tensor, mask: Tensor, indices: list[int]) -> list[int]:

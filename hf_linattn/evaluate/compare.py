@@ -289,6 +289,8 @@ def _summary(
         "task": job.name,
         "metric": metrics[0].name,
         "higher_is_better": {m.name: m.higher_is_better for m in metrics},
+        "chance": {m.name: m.guess for m in metrics if m.guess is not None},
+        "about": job.__doc__,
         "data": {**({} if job.data is None else asdict(job.data)), **job.documents()},
         "settings": job.settings() | {"resamples": config.resamples},
         "lengths": task_config.lengths,

@@ -64,28 +64,32 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _quality(task: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path) -> Path:
-    """The task's main metric by length, with intervals."""
+    """One panel for each metric, by length; intervals of whole models only, so that they can be told apart."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 4.5))
+    metrics = list(task["higher_is_better"])
+    figure, panels = plt.subplots(1, len(metrics), figsize=(5 * len(metrics) + 3, 4.5), squeeze=False)
     names = list(dict.fromkeys(cell["column"] for cell in task["cells"]))
-    for index, name in enumerate(names):
-        cells = [cell for cell in task["cells"] if cell["column"] == name]
-        numbers = [cell["metrics"][task["metric"]] for cell in cells]
-        values = [float("nan") if n["value"] is None else n["value"] for n in numbers]
-        # an interval that is not defined is drawn as none
-        low = [0 if n["low"] is None else n["value"] - n["low"] for n in numbers]
-        high = [0 if n["high"] is None else n["high"] - n["value"] for n in numbers]
-        # beside each other, so that the intervals can be told apart
-        shift = 1.02 ** (index - len(names) / 2)
-        positions = [cell["length"] * shift for cell in cells]
-        spread = [[max(x, 0) for x in low], [max(x, 0) for x in high]]
-        axes.errorbar(positions, values, yerr=spread, marker="o", markersize=3, capsize=2, label=name, **styles[name])
-    _length_axis(axes, task["lengths"])
-    better = "higher" if task["higher_is_better"][task["metric"]] else "lower"
-    axes.set_ylabel(f"{task['metric']} ({better} is better)")
-    axes.set_title(task["name"])
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes, metric in zip(panels[0], metrics, strict=True):
+        for index, name in enumerate(names):
+            cells = [cell for cell in task["cells"] if cell["column"] == name]
+            numbers = [cell["metrics"][metric] for cell in cells]
+            values = [float("nan") if n["value"] is None else n["value"] for n in numbers]
+            if name.endswith((", near only", ", far only")):
+                axes.plot([cell["length"] for cell in cells], values, label=name, alpha=0.7, **styles[name])
+                continue
+            # an interval that is not defined is drawn as none
+            low = [0 if n["low"] is None else max(n["value"] - n["low"], 0) for n in numbers]
+            high = [0 if n["high"] is None else max(n["high"] - n["value"], 0) for n in numbers]
+            # a little beside each other
+            positions = [cell["length"] * 1.008 ** (index - len(names) / 2) for cell in cells]
+            axes.errorbar(positions, values, yerr=[low, high], marker="o", ms=3, capsize=2, label=name, **styles[name])
+        if (chance := task.get("chance", {}).get(metric)) is not None:
+            axes.axhline(chance, color="0.7", linewidth=1, label="guess")
+        _length_axis(axes, task["lengths"])
+        axes.set_title(f"{metric} ({'higher' if task['higher_is_better'][metric] else 'lower'} is better)", fontsize=10)
+    figure.suptitle(task["name"])
+    panels[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return _save(figure, path)
 
 

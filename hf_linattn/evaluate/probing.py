@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..documents import DataConfig, Document, Documents, load_documents, load_rows
 from .runner import Runner
-from .task import DocumentTask, Metric, Outcomes, TaskConfig, metric
+from .task import DocumentTask, Metric, Outcomes, TaskConfig, metric, most_frequent
 from .vocabulary import Vocabulary
 
 
@@ -77,12 +77,14 @@ class Probe(DocumentTask):
         return test
 
     def metrics(self) -> list[Metric]:
-        result = [metric("accuracy", ("mixed", "label")), metric("f1", ("mixed", "label"))]
+        guess = most_frequent(self._labels)
+        result = [metric("accuracy", ("mixed", "label"), guess=guess)]
         if self._groups is not None:
-            result.append(metric("accuracy", ("unseen", "label"), called="accuracy, unseen groups"))
+            result.append(metric("accuracy", ("unseen", "label"), called="accuracy, unseen groups", guess=guess))
         if self._test is not None:
-            result.append(metric("accuracy", ("test", "test_label"), called="accuracy, other source"))
-        return result
+            guess = most_frequent([str(document.label) for document in self._test])
+            result.append(metric("accuracy", ("test", "test_label"), called="accuracy, other source", guess=guess))
+        return [*result, metric("f1", ("mixed", "label"), called="macro F1")]
 
     def outcomes(self, runner: Runner, reference: Runner, length: int) -> Outcomes:
         config = self.config
@@ -174,8 +176,8 @@ class Pairs(DocumentTask):
 
     def metrics(self) -> list[Metric]:
         return [
-            metric("roc_auc", ("cosine", "label"), called="ROC AUC of the cosine"),
-            metric("roc_auc", ("probe", "label"), called="ROC AUC of a probe"),
+            metric("roc_auc", ("cosine", "label"), called="ROC AUC of the cosine", guess=0.5),
+            metric("roc_auc", ("probe", "label"), called="ROC AUC of a probe", guess=0.5),
         ]
 
     def outcomes(self, runner: Runner, reference: Runner, length: int) -> Outcomes:
@@ -230,7 +232,7 @@ class PasskeyProbe(DocumentTask):
         return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def metrics(self) -> list[Metric]:
-        return [metric("accuracy", ("found", "key"))]
+        return [metric("accuracy", ("found", "key"), guess=most_frequent(self._keys))]
 
     def examples(self, length: int) -> list[list[int]]:
         """Token ids of each example, exactly `length` of them, special tokens included."""

@@ -155,6 +155,9 @@ def markdown(report: dict[str, Any], plots: Sequence[Path] = ()) -> str:
         parts += ["## How near each layer stays to softmax", FIDELITY_TEXT, fidelity_table(report)]
         if "fidelity" in pictures:
             parts.append(f"![error by layer]({pictures['fidelity']})")
+    optional = {"footprint": "time and memory", "fidelity": "error by layer"}
+    if missing := [name for rows, name in optional.items() if not report[rows]]:
+        parts.append(f"Not measured: {', '.join(missing)}.")
     parts += ["## How it was made", made_text(report)]
     return "\n\n".join(parts)
 
@@ -166,7 +169,7 @@ def column_table(report: dict[str, Any]) -> str:
         if column["kind"] == "truncated":
             what = f"the checkpoint as it is; it reads the first {report['base']['max_length']:,} tokens"
         elif column["kind"] == "extended":
-            what = "the checkpoint with its positions made longer; it reads everything"
+            what = "the checkpoint with more positions, as the conversions have them; it reads everything"
         else:
             what = attention_text(column["attention"])
             if column["branches"] != "both":
@@ -185,9 +188,11 @@ def attention_text(settings: dict[str, Any]) -> str:
     if settings["global_tokens"]:
         parts.append(f"first {settings['global_tokens']} exact")
     if settings["method"] == "linformer":
-        parts.append(f"Linformer k={settings['projection_length']} ({settings['projection']})")
+        start = {"learned": "trainable, starts as segment means"}.get(settings["projection"], settings["projection"])
+        parts.append(f"Linformer k={settings['projection_length']} ({start})")
     else:
-        parts.append(f"Performer m={settings['num_features']} ({settings['feature_map']})")
+        start = {"learned": "trainable, starts as FAVOR+"}.get(settings["feature_map"], settings["feature_map"])
+        parts.append(f"Performer m={settings['num_features']} ({start})")
     if settings["layers"] is not None:
         parts.append(f"layers {', '.join(map(str, settings['layers']))}")
     return ", ".join(parts)
@@ -207,16 +212,20 @@ def training_text(training: dict[str, Any] | None) -> str:
 
 def task_text(task: dict[str, Any]) -> str:
     """Data, settings, and what was cut."""
-    data = {k: v for k, v in task["data"].items() if v not in (None, False)}
-    told = [f"Task `{task['task']}`. Data: " + ", ".join(f"{k}={v}" for k, v in data.items()) + "."]
-    if task["settings"]:
-        told.append("Settings: " + ", ".join(f"{k}={v}" for k, v in task["settings"].items() if v is not None) + ".")
+    told = [" ".join(line.strip() for line in task["about"].split("\n") if line.strip())]
+    if task["chance"]:
+        guesses = ", ".join(f"{value:.3f} ({name})" for name, value in task["chance"].items())
+        told.append(f"A guess gets {guesses}.")
+    for title, values in (("Data", task["data"]), ("Settings", task["settings"])):
+        shown = {k.replace("_", " "): v for k, v in values.items() if v not in (None, False)}
+        told.append(f"{title}: " + ", ".join(f"{k} {v}" for k, v in shown.items()) + ".")
     cut = {cell["length"]: cell["cut"] for cell in task["cells"] if cell["cut"]}
     if cut:
         told.append("Longer documents were cut: " + ", ".join(f"{n} at {length:,}" for length, n in cut.items()) + ".")
     told.append(
-        "In brackets the 95 % bootstrap interval; in the second table the difference to softmax extended on the same "
-        "documents."
+        "In brackets the 95 % bootstrap interval over documents (and seeds where there are several; folds stay as they "
+        "are); in each second table the difference to softmax extended on the same documents. Of many comparisons some "
+        "intervals miss 0 by chance."
     )
     return " ".join(told)
 

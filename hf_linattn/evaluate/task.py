@@ -71,12 +71,14 @@ class TaskConfig:
         },
     )
     mask_fraction: float = field(default=0.15, metadata={"help": "masked-lm: share of tokens to be predicted."})
-    examples: int = field(default=100, metadata={"help": "Generated tasks: number of examples."})
+    examples: int = field(default=100, metadata={"help": "passkey-probe and generated tasks: number of examples."})
     depth: float | None = field(
-        default=None, metadata={"help": "passkey: where the key is, 0 (start) to 1 (end). Default: anywhere."}
+        default=None,
+        metadata={"help": "Passkeys: where the key is, 0 (start) to 1 (end). Default: anywhere."},
     )
     min_distance: int = field(
-        default=0, metadata={"help": "passkey, recall: at least this many tokens between the answer and its query."}
+        default=0,
+        metadata={"help": "Passkeys, recall: fewest tokens between the answer and where it is asked for."},
     )
 
     def __post_init__(self) -> None:
@@ -110,15 +112,26 @@ class Metric:
     function: MetricFunction
     reads: tuple[str, ...]
     higher_is_better: bool
+    guess: float | None = None
 
 
 def metric(
-    name: str, reads: Sequence[str], *, called: str | None = None, higher_is_better: bool | None = None
+    name: str,
+    reads: Sequence[str],
+    *,
+    called: str | None = None,
+    higher_is_better: bool | None = None,
+    guess: float | None = None,
 ) -> Metric:
-    """A metric of `metrics` under the name that the report shows."""
+    """A metric of `metrics` under the name that the report shows; `guess` is what one gets without reading."""
     function = metric_function(name)
     better = function.higher_is_better if higher_is_better is None else higher_is_better
-    return Metric(called or name, function, tuple(reads), better)
+    return Metric(called or name, function, tuple(reads), better, guess)
+
+
+def most_frequent(labels: Sequence[Any]) -> float:
+    """What accuracy one gets by always naming the class that occurs most."""
+    return max(labels.count(label) for label in set(labels)) / len(labels)
 
 
 class Task:
