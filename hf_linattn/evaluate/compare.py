@@ -10,6 +10,7 @@ from math import exp, isnan
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import tqdm
 
@@ -109,6 +110,8 @@ def compare(
     """
     if task not in TASKS:
         raise ValueError(f"task={task!r} is not one of {', '.join(map(repr, TASKS))}.")
+    # on a machine without accelerators several processes are found only if they are told to use the CPU
+    PartialState(cpu=not torch.accelerator.is_available())
     base, output = str(base), Path(output_dir)
     task_config, config = task_config or TaskConfig(), config or CompareConfig()
     columns = make_columns(base, converted, branches=config.branches)
