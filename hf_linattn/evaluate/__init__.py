@@ -1,4 +1,4 @@
-"""Comparisons of a checkpoint with its conversions: quality with intervals, time, memory, fidelity, and their report."""
+"""Comparisons of a checkpoint with its conversions: quality with intervals, time, memory, fidelity, report."""
 
 from .compare import CompareConfig, compare
 from .task import TaskConfig

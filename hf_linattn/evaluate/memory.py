@@ -1,5 +1,6 @@
 """How much memory a piece of work takes."""
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -43,10 +44,9 @@ class PeakMemory:
 
 
 def _reset_peak() -> None:
-    try:
+    # not Linux, or not allowed: see above
+    with contextlib.suppress(OSError):
         _CLEAR.write_text("5")
-    except OSError:
-        pass  # not Linux, or not allowed: see above
 
 
 def _peak() -> int:
