@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn.convert import extend_positions
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -42,16 +43,9 @@ _MIB = 1024 * 1024
 def load(name: str, length: int) -> PreTrainedModel:
     """MiniLM with room for `length` tokens, and the attention of one setting."""
     config = SETTINGS[name]
-    converted = convert(minilm_folder(), config or LinformerConfig(), max_length=length)
     if config is not None:
-        return converted
-    # softmax: the converted model's weights, long position table included, in the base model's class
-    softmax_config = AutoModel.from_pretrained(minilm_folder()).config
-    softmax_config.max_position_embeddings = length
-    weights = {key: value for key, value in converted.state_dict().items() if ".linattn." not in key}
-    return AutoModel.from_config(softmax_config).__class__.from_pretrained(
-        None, config=softmax_config, state_dict=weights
-    )
+        return convert(minilm_folder(), config, max_length=length)
+    return extend_positions(AutoModel.from_pretrained(minilm_folder()), length)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ def draw_plots(report: dict[str, Any], folder: Path) -> list[Path]:
     styles = _line_styles(report)
     paths = []
     for task in report["tasks"]:
-        name = "".join(c if c.isalnum() else "-" for c in task["name"].lower()).strip("-")
+        name = slug(task["name"])
         paths.append(_quality(task, styles, folder / f"quality-{name}.png"))
         if any("by_position" in cell for cell in task["cells"]):
             paths.append(_position(task, styles, folder / f"position-{name}.png"))
@@ -28,6 +28,11 @@ def draw_plots(report: dict[str, Any], folder: Path) -> list[Path]:
     if report["fidelity"]:
         paths.append(_fidelity(report, styles, folder / "fidelity.png"))
     return paths
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's name."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 
 def _line_styles(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -76,7 +81,9 @@ def _quality(task: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path
             numbers = [cell["metrics"][metric] for cell in cells]
             values = [float("nan") if n["value"] is None else n["value"] for n in numbers]
             if name.endswith((", near only", ", far only")):
-                axes.plot([cell["length"] for cell in cells], values, label=name, alpha=0.7, **styles[name])
+                # marked, so that a single length shows too
+                lengths = [cell["length"] for cell in cells]
+                axes.plot(lengths, values, marker="x", ms=4, label=name, alpha=0.7, **styles[name])
                 continue
             # an interval that is not defined is drawn as none
             low = [0 if n["low"] is None else max(n["value"] - n["low"], 0) for n in numbers]

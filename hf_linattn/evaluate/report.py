@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoConfig
 
 from .columns import EXTENDED, TRUNCATED
-from .plots import draw_plots
+from .plots import draw_plots, slug
 
 FORMAT_VERSION = 1
 _MIB = 1024 * 1024
@@ -382,11 +382,6 @@ def card_section(report: dict[str, Any], column: str) -> str:
     if part["footprint"]:
         parts += ["### Time and memory", footprint_text(part), *footprint_tables(part)]
     return "\n\n".join(parts)
-
-
-def slug(name: str) -> str:
-    """A name as part of a file's name."""
-    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
