@@ -5,13 +5,20 @@ from transformers.models.auto import modeling_auto
 
 from .checkpoint import convert_checkpoint
 from .convert import convert
-from .modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinformerConfig, PerformerConfig
+from .modeling.configuration_linattn import (
+    CONFIG_CLASSES,
+    AttentionConfig,
+    LayerwiseConfig,
+    LinformerConfig,
+    PerformerConfig,
+)
 from .modeling.modeling_linattn import MODEL_CLASSES, LinAttnPreTrainedModel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionConfig",
+    "LayerwiseConfig",
     "LinAttnPreTrainedModel",
     "LinformerConfig",
     "PerformerConfig",

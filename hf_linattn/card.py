@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .modeling.configuration_linattn import AttentionConfig
+from .modeling.configuration_linattn import AttentionConfig, LayerwiseConfig
 
 #: What the card takes over from the base model's.
 CARRIED = ("license", "license_name", "license_link", "language")
@@ -76,7 +76,8 @@ def model_card(
     architecture, name = values["architectures"][0], repo_id.rpartition("/")[2]
     sentence = (folder / "modules.json").is_file()
     pipeline_tag = "sentence-similarity" if sentence else _pipeline_tag(architecture)
-    method, paper = _PAPERS[settings.method]
+    by_layer = list(settings.by_layer.values()) if isinstance(settings, LayerwiseConfig) else [settings]
+    methods = sorted({x.method for x in by_layer})
     evaluation = None if report is None else _Evaluation(report, values)
     data = ModelCardData(
         **dict(metadata or {}),
@@ -85,7 +86,7 @@ def model_card(
         base_model=base_model,
         base_model_relation=None if base_model is None else _RELATION,
         tags=[
-            *("linear-attention", settings.method, "long-context", "hf-linattn"),
+            *("linear-attention", *methods, "long-context", "hf-linattn"),
             *(["sentence-transformers", "feature-extraction"] if sentence else []),
         ],
         model_name=name,
@@ -101,11 +102,10 @@ def model_card(
         name=name,
         repo_id=repo_id,
         revision=revision,
-        method=method,
-        paper=paper,
+        methods=[_PAPERS[method] for method in methods],
         settings=_described(settings),
         max_length=settings.max_length,
-        joined=bool(settings.near and (settings.window_size or settings.global_tokens)),
+        joined=settings.near and all(x.near and (x.window_size or x.global_tokens) for x in by_layer),
         layers=f"all {layers}" if settings.layers is None else f"{', '.join(map(str, settings.layers))} of {layers}",
         training=list(_flat(values.get("linattn_training") or {})),
         architecture=architecture,
@@ -306,8 +306,28 @@ def _auto_class(values: Mapping[str, Any], architecture: str) -> str:
 
 def _described(settings: AttentionConfig) -> list[tuple[str, str, str]]:
     """Name, value and description of every setting."""
-    fields = [f for f in dataclasses.fields(settings) if f.name not in ("layers", "max_length")]
-    return [(f.name, str(getattr(settings, f.name)), f.metadata["help"]) for f in fields]
+    fields = [f for f in dataclasses.fields(settings) if f.name not in ("layers", "max_length", "by_layer")]
+    described = [(f.name, str(getattr(settings, f.name)), f.metadata["help"]) for f in fields]
+    if not isinstance(settings, LayerwiseConfig):
+        return described
+    # of each layer, what differs from the defaults and from the whole
+    common = ("layers", "max_length", "seed")
+    of_layers = [
+        (
+            f"layer {index}",
+            ", ".join(
+                [x.method]
+                + [
+                    f"{f.name}={getattr(x, f.name)}"
+                    for f in dataclasses.fields(x)
+                    if f.name not in common and getattr(x, f.name) != f.default
+                ]
+            ),
+            "Settings of this layer; what is not named is as by default.",
+        )
+        for index, x in settings.by_layer.items()
+    ]
+    return [row for row in described if row[0] in ("near", "far", "seed")] + of_layers
 
 
 def _flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:

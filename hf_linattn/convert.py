@@ -310,11 +310,12 @@ def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, 
     state: dict[str, Tensor] = {}
     shared = None
     for index, name in enumerate(tqdm(attentions, desc="Converting", unit="layer", leave=False)):
-        if settings.layers is not None and index not in settings.layers:
+        its_own = settings.of_layer(index)
+        if its_own is None:
             continue
-        module = linear_attention(settings, config, index, shared)
+        module = linear_attention(its_own, config, index, shared)
         for key, tensor in module.state_dict().items():
             state[f"{name}.linattn.{key}"] = tensor.to(base.dtype) if tensor.is_floating_point() else tensor
-        if getattr(settings, "sharing", None) == "layers" and shared is None:
+        if getattr(its_own, "sharing", None) == "layers" and shared is None:
             shared = module
     return state

@@ -1,12 +1,13 @@
 """What attention costs before and after a conversion, counted, not timed."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from .modeling.configuration_linattn import LinAttnConfig
+from .modeling.configuration_linattn import AttentionConfig, LinAttnConfig
 from .modeling.families import FAMILIES
 from .modeling.modeling_linattn import LinAttnPreTrainedModel, head_dim, linear_attention
 
@@ -66,10 +67,6 @@ def summarize(model: LinAttnPreTrainedModel) -> ConversionSummary:
     length = settings.max_length
     assert length is not None, "checked when the model was made"
 
-    def total(n: int) -> float:
-        softmax = _softmax_flops(config, n)
-        return (converted * _linear_flops(config, n) + (layers - converted) * softmax) / n
-
     return ConversionSummary(
         layers=layers,
         converted=converted,
@@ -78,37 +75,53 @@ def summarize(model: LinAttnPreTrainedModel) -> ConversionSummary:
         ),
         max_length=length,
         rotary=FAMILIES[config.base_model_type].position_table is None,
-        flops=total(length),
-        softmax_flops=layers * _softmax_flops(config, length) / length,
+        flops=attention_flops(config, length) / length,
+        softmax_flops=layers * softmax_flops(config, length) / length,
         crossover=_crossover(config, length),
     )
 
 
-def _softmax_flops(config: LinAttnConfig, length: int) -> float:
-    """q.k and weights times v, two operations for a multiply-add, all heads of one layer; half of it if causal."""
+def softmax_flops(config: Any, length: int) -> float:
+    """Operations of one softmax layer: q.k and weights times v, two for a multiply-add; half of it if causal."""
     whole = 4.0 * length * length * config.num_attention_heads * head_dim(config)
     return whole / 2 if FAMILIES[config.base_model_type].causal else whole
 
 
-def _linear_flops(config: LinAttnConfig, length: int) -> float:
+def linear_flops(settings: AttentionConfig, config: LinAttnConfig, length: int) -> float:
     """Operations of one converted layer, counted while it runs on tensors without storage."""
     with torch.device("meta"), torch.no_grad():
-        module = linear_attention(config.attention, config, 0)
+        module = linear_attention(settings, config, 0)
         x: Tensor = torch.empty(1, config.num_attention_heads, length, head_dim(config))
         with FlopCounterMode(display=False) as counter:
             module(x, x, x, None, *((None,) if module.causal else ()))
     return counter.get_total_flops()
 
 
+def attention_flops(config: LinAttnConfig, length: int) -> float:
+    """Operations of all attention layers of a document of `length` tokens, converted or not."""
+    attention = config.attention
+    layers = [attention.of_layer(index) for index in range(config.num_hidden_layers)]
+    # layers of the same settings cost the same
+    return sum(
+        count * (softmax_flops(config, length) if settings is None else linear_flops(settings, config, length))
+        for settings, count in ((settings, layers.count(settings)) for settings in _distinct(layers))
+    )
+
+
+def _distinct(layers: list[AttentionConfig | None]) -> list[AttentionConfig | None]:
+    return [settings for index, settings in enumerate(layers) if settings not in layers[:index]]
+
+
 def _crossover(config: LinAttnConfig, longest: int) -> int | None:
-    # the linear cost grows by whole blocks: the first length where it is lower is found by halving
+    """The first length where the linear operations are fewer, found by halving: they grow by whole blocks."""
+
+    def fewer(length: int) -> bool:
+        return attention_flops(config, length) < config.num_hidden_layers * softmax_flops(config, length)
+
     low, high = 1, longest
-    if _linear_flops(config, high) >= _softmax_flops(config, high):
+    if not fewer(high):
         return None
     while low < high:
         middle = (low + high) // 2
-        if _linear_flops(config, middle) < _softmax_flops(config, middle):
-            high = middle
-        else:
-            low = middle + 1
+        low, high = (low, middle) if fewer(middle) else (middle + 1, high)
     return low

@@ -2,42 +2,16 @@
 
 import copy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..convert import convert
 from ..modeling.configuration_linattn import LinformerConfig
 from ..modeling.families import FAMILIES, Family
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
-
-
-class SoftmaxAttention(nn.Module):
-    """Softmax attention where a converted model has its linear one, so that the two can be watched alike."""
-
-    # no state in the cache: a teacher is not asked to generate
-    causal: ClassVar[bool] = False
-
-    def __init__(self, *, is_causal: bool) -> None:
-        super().__init__()
-        self.is_causal = is_causal
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        """softmax(q k^T) v of (batch, heads, length, head_dim), of which `lengths` per row are real; same shape."""
-        length, mask, is_causal = query.shape[2], None, self.is_causal
-        if lengths is not None:
-            position = torch.arange(length, device=query.device)
-            # (batch, 1, 1 or length, length)
-            mask = (position < lengths[:, None])[:, None, None]
-            if is_causal:
-                mask, is_causal = mask & (position <= position[:, None]), False
-            # a query without any key looks at all of them: finite, and nobody reads it
-            mask = mask | ~mask.any(-1, keepdim=True)
-        # queries and keys come multiplied by the square root of the scale
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0)
+from ..softmax import SoftmaxAttention
 
 
 def softmax_teacher(

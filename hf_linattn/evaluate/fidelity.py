@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from ..modeling.causal_linformer import CausalLinformerAttention
 from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, position_offset, self_attentions
 from ..modeling.seam import ATTENTION_NAME
+from ..softmax import SoftmaxAttention
 
 # Weights that differ by no more than this share of the greatest one are as great.
 _TIE = 1e-5
@@ -159,19 +160,6 @@ def _read(base: PreTrainedModel, document: Sequence[int]) -> None:
         base.base_model(input_ids=torch.tensor([list(document)], device=base.device), **without_cache)
 
 
-class _Softmax(nn.Module):
-    """Softmax attention in the place of a linear one, for as long as the base model is watched."""
-
-    causal: ClassVar[bool] = False  # no state in a cache
-
-    def __init__(self, *, is_causal: bool) -> None:
-        super().__init__()
-        self.is_causal = is_causal
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal, scale=1.0)
-
-
 @contextmanager
 def _compared(
     base: PreTrainedModel, converted: LinAttnPreTrainedModel, positions: Tensor, sums: dict[int, "_Sums"]
@@ -209,7 +197,7 @@ def _compared(
         for (_, ours), (_, theirs) in pairs:
             linear: Any = getattr(theirs, "linattn", None)
             if linear is not None:
-                ours.linattn = _Softmax(is_causal=family.causal)
+                ours.linattn = SoftmaxAttention(is_causal=family.causal)
                 watched.append(ours)
                 handles += [ours.linattn.register_forward_hook(keep), linear.register_forward_hook(keep)]
             handles.append(ours.register_forward_hook(compare(theirs, linear), with_kwargs=True))

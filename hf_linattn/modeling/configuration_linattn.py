@@ -83,11 +83,19 @@ class AttentionConfig:
         for switch in ("near", "far"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(f"{name}: {switch}={getattr(self, switch)!r} must be True or False.")
+        self._check_branches()
+
+    def _check_branches(self) -> None:
         if not self.far and not (self.near and (self.window_size or self.global_tokens)):
             raise ValueError(
-                f"{name}: far=False leaves nothing to attend to with near={self.near}, window_size={self.window_size} "
-                f"and global_tokens={self.global_tokens}; near must be True and one of the two above 0."
+                f"{type(self).__name__}: far=False leaves nothing to attend to with near={self.near}, "
+                f"window_size={self.window_size} and global_tokens={self.global_tokens}; near must be True and one of "
+                "the two above 0."
             )
+
+    def of_layer(self, index: int) -> "AttentionConfig | None":
+        """The settings of layer `index`, or None where it stays softmax."""
+        return self if self.layers is None or index in self.layers else None
 
     def joining(self) -> dict[str, Any]:
         """How near and far are joined, as all attention functions take it."""
@@ -196,15 +204,83 @@ class PerformerConfig(AttentionConfig):
 METHODS = {cls.method: cls for cls in (LinformerConfig, PerformerConfig)}
 
 
+@dataclass(kw_only=True)
+class LayerwiseConfig(AttentionConfig):
+    """Settings that differ by layer. `max_length`, `seed`, `near` and `far` are those of the whole model.
+
+    A layer's own branches can only be off where those of the whole are on.
+    """
+
+    method: ClassVar[str] = "layerwise"
+
+    by_layer: dict[int, AttentionConfig] = field(
+        metadata={"help": "Index of a layer, from 0 -> its settings. Layers without any stay softmax."}
+    )
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.by_layer, dict) or not self.by_layer:
+            raise ValueError(f"{name}: by_layer={self.by_layer!r} must give the settings of at least one layer.")
+        # JSON has strings for keys, and dicts for settings
+        try:
+            layers: dict[int, Any] = {int(index): settings for index, settings in self.by_layer.items()}
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}: by_layer has the keys {list(self.by_layer)}; they must be integers.") from None
+        self.by_layer = {
+            index: AttentionConfig.from_dict(layers[index]) if isinstance(layers[index], dict) else layers[index]
+            for index in sorted(layers)
+        }
+        for index, settings in self.by_layer.items():
+            if not isinstance(settings, tuple(METHODS.values())):
+                raise ValueError(
+                    f"{name}: by_layer[{index}]={settings!r} must be a LinformerConfig or a PerformerConfig."
+                )
+            if settings.layers is not None:
+                raise ValueError(f"{name}: by_layer[{index}].layers={settings.layers} must not be set.")
+            if getattr(settings, "sharing", None) == "layers":
+                raise ValueError(f"{name}: by_layer[{index}].sharing='layers' cannot be: layers differ here.")
+        for common in ("window_size", "global_tokens"):
+            if getattr(self, common):
+                raise ValueError(f"{name}: {common}={getattr(self, common)!r} must be set for each layer, in by_layer.")
+        if self.layers is not None and list(self.layers) != list(self.by_layer):
+            raise ValueError(f"{name}: layers={self.layers} must be left out; by_layer has {list(self.by_layer)}.")
+        self.layers = list(self.by_layer)
+        super().__post_init__()
+        # the model's own settings, seen once here so that what does not fit is found before any layer is made
+        self.by_layer = {index: self._of_whole(settings) for index, settings in self.by_layer.items()}
+
+    def _of_whole(self, settings: AttentionConfig) -> AttentionConfig:
+        return dataclasses.replace(settings, max_length=self.max_length, seed=self.seed)
+
+    def _check_branches(self) -> None:
+        for settings in self.by_layer.values():
+            _switched(settings, near=self.near, far=self.far)
+
+    def of_layer(self, index: int) -> AttentionConfig | None:
+        settings = self.by_layer.get(index)
+        return None if settings is None else _switched(settings, near=self.near, far=self.far)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, with the settings of each layer in full."""
+        by_layer = {str(index): settings.to_dict() for index, settings in self.by_layer.items()}
+        return {**super().to_dict(), "by_layer": by_layer}
+
+
+def _switched(settings: AttentionConfig, *, near: bool, far: bool) -> AttentionConfig:
+    """A layer's settings with branches switched off that are off in the whole model."""
+    return dataclasses.replace(settings, near=settings.near and near, far=settings.far and far)
+
+
 def method_class(method: Any) -> type[AttentionConfig]:
-    """The settings class of a method.
+    """The settings class of a method, or of settings by layer.
 
     Raises:
         ValueError: there is no such method.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, METHODS))}.")
-    return METHODS[method]
+    classes: dict[str, type[AttentionConfig]] = {**METHODS, LayerwiseConfig.method: LayerwiseConfig}
+    if method not in classes:
+        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, classes))}.")
+    return classes[method]
 
 
 class LinAttnConfig(PreTrainedConfig):

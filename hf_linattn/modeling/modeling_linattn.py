@@ -73,8 +73,8 @@ class LinAttnPreTrainedModel(PreTrainedModel):
 
     @property
     def attention_config(self) -> AttentionConfig:
-        """The settings that all converted layers share."""
-        return next(self.linear_attentions())[1].config
+        """The settings of the conversion, as the config has them."""
+        return self.config.attention
 
     def linear_attentions(self) -> Iterator[tuple[str, LinearAttention]]:
         """Names and modules of the converted layers' linear attention, first layer first."""
@@ -94,11 +94,15 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: nothing would be left to attend to.
         """
-        settings = {**self.config.attention.to_dict(), "near": near, "far": far}
-        AttentionConfig.from_dict(settings)
-        self.config.linattn = settings
-        for _, module in self.linear_attentions():
-            module.config.near, module.config.far = near, far
+        settings = AttentionConfig.from_dict({**self.config.attention.to_dict(), "near": near, "far": far})
+        self.config.linattn = settings.to_dict()
+        family = FAMILIES[self.config.base_model_type]
+        for index, (_, attention) in enumerate(self_attentions(self, family)):
+            its_own: Any = settings.of_layer(index)
+            # more than one where an adapter has a copy
+            for module in attention.modules():
+                if its_own is not None and isinstance(module, _METHOD_CLASSES):
+                    module.config = its_own
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[operator]  # wrapped by decorators without types
@@ -136,7 +140,8 @@ def check_config(config: LinAttnConfig) -> None:
             f"{name}: linattn.max_length={settings.max_length} is more than the {positions} positions of "
             f"max_position_embeddings={config.max_position_embeddings}."
         )
-    if family.causal and getattr(settings, "projection", None) == "gaussian":
+    its_layers = [settings.of_layer(index) for index in range(config.num_hidden_layers)]
+    if family.causal and any(getattr(x, "projection", None) == "gaussian" for x in its_layers):
         raise ValueError(
             f"{name}: projection='gaussian' cannot be causal: each of its slots mixes all tokens of a document, so "
             "that none is finished before the document ends. Use learned, mean, max or conv."
@@ -177,10 +182,11 @@ def _attach(model: nn.Module, family: Family, config: AttentionConfig) -> None:
     """Hang one linear attention module, named `linattn`, under each attention module that is converted."""
     shared = None
     for index, (_, attention) in enumerate(self_attentions(model, family)):
-        if config.layers is not None and index not in config.layers:
+        settings = config.of_layer(index)
+        if settings is None:
             continue
-        attention.linattn = linear_attention(config, model.config, index, shared)
-        if getattr(config, "sharing", None) == "layers" and shared is None:
+        attention.linattn = linear_attention(settings, model.config, index, shared)
+        if getattr(settings, "sharing", None) == "layers" and shared is None:
             shared = attention.linattn
 
 
@@ -205,14 +211,14 @@ def linear_attention(
 def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Checks of the inputs that would otherwise fail deep inside, or not at all; the redraw in training; the cache."""
     config: Any = body.config
-    settings, layers = config.linattn, body.linattn_layers
+    layers, max_length = body.linattn_layers, config.linattn["max_length"]
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
         raise ValueError(
             "output_attentions=True: linear attention forms no matrix of attention probabilities. Ask the base model."
         )
-    if body.training and settings.get("redraw_interval"):
+    if body.training:
         for module in body.modules():
-            if isinstance(module, PerformerAttention):
+            if isinstance(module, PerformerAttention) and module.config.redraw_interval:
                 module.count_training_forward()
 
     cache = None
@@ -235,9 +241,9 @@ def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     embeds = kwargs.get("inputs_embeds")
     shape = inputs.shape if inputs is not None else embeds.shape[:-1] if embeds is not None else None
     length = 0 if shape is None else shape[-1] + tokens_seen(cache)
-    if length > settings["max_length"]:
+    if length > max_length:
         raise ValueError(
-            f"The input is {length} tokens long, and the model takes at most max_length={settings['max_length']}. "
+            f"The input is {length} tokens long, and the model takes at most max_length={max_length}. "
             "Truncate it, or convert the base model with a higher max_length."
         )
     # without a cache, Transformers takes the mask's word for how many tokens there are
