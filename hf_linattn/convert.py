@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from accelerate.utils import tqdm
 from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from .calibration import calibrate, check_calibration
 from .modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig, method_class
 from .modeling.families import FAMILIES, MODEL_TYPE_PREFIX
 from .modeling.modeling_linattn import (
@@ -39,6 +41,9 @@ def convert(
     auto_class: str | type | None = None,
     seed: int | None = None,
     position_extension: str = "repeat",
+    calibration_texts: Sequence[str] | None = None,
+    calibration_length: int = 512,
+    tokenizer: Any = None,
     **from_pretrained_kwargs: Any,
 ) -> LinAttnPreTrainedModel:
     """Give a pretrained encoder or decoder attention whose cost grows linearly with the length.
@@ -55,6 +60,11 @@ def convert(
         seed: seed of random features and fixed projections. Default: the config's, which is 0 unless set.
         position_extension: how positions beyond the checkpoint's get their embeddings: "repeat" the table,
             or "interpolate" it.
+        calibration_texts: documents that feature maps and projections are fitted to, layer by layer, a few dozen;
+            see `hf_linattn.calibration`. No weight of the model itself is trained. Default: none, and features and
+            projections start as their papers say.
+        calibration_length: how many tokens of each of them, at most as many as the checkpoint reads.
+        tokenizer: for a loaded model, what makes tokens of them. Default: the checkpoint's.
         from_pretrained_kwargs: for an id or folder, passed on to `from_pretrained`, e.g. dtype, device_map,
             revision, token, num_labels.
 
@@ -120,6 +130,14 @@ def convert(
     model.config.name_or_path = model.name_or_path = ""
     if origin := _origin(base.config):
         model.config.linattn_base = origin
+    if calibration_texts is not None:
+        check_calibration(model)
+        tokenizer = _tokenizer(base) if tokenizer is None else tokenizer
+        length = min(calibration_length, base.config.max_position_embeddings - position_offset(base.config))
+        texts = [text for text in calibration_texts if text.strip()]
+        documents = tokenizer(texts, truncation=True, max_length=length)["input_ids"] if texts else []
+        calibrate(model, base, documents)
+        model.config.linattn_calibration = {"documents": len(documents), "tokens": sum(map(len, documents))}
     if base.can_generate() and model.can_generate():
         model.generation_config = copy.deepcopy(base.generation_config)
     return model.eval() if device_map is not None else model.to(device).eval()
@@ -148,6 +166,12 @@ def extend_positions(model: PreTrainedModel, max_length: int, *, position_extens
     longer: Any = type(model)
     extended = longer.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
     return extended.to(model.device).eval()
+
+
+def _tokenizer(base: PreTrainedModel) -> Any:
+    if not base.config.name_or_path:
+        raise ValueError("tokenizer is missing: the model given tells no folder or Hub id to load it from.")
+    return AutoTokenizer.from_pretrained(base.config.name_or_path)
 
 
 def _origin(config: PreTrainedConfig) -> dict[str, str]:
