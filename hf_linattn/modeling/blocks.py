@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens that are worked on at a time.
-_PIECE = 1024
+# Tokens that are worked on at a time: on a CPU few enough that what is made of them stays in the cache, and that
+# the allocator gives the same memory again; elsewhere enough to fill the device.
+_CPU_PIECE, _PIECE = 512, 8192
 
 
 def row_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
@@ -47,9 +48,9 @@ def with_neighbours(x: Tensor, begin: int = 0, end: int | None = None) -> Tensor
     return torch.cat((padded[..., :-2, :, :], padded[..., 1:-1, :, :], padded[..., 2:, :, :]), dim=-2)
 
 
-def pieces(blocks: int, window: int) -> list[tuple[int, int]]:
+def pieces(blocks: int, window: int, device: torch.device) -> list[tuple[int, int]]:
     """Runs of whole blocks, (begin, end), of some tokens each: what is large in one run then stays in the cache."""
-    step = max(_PIECE // window, 1)
+    step = max((_CPU_PIECE if device.type == "cpu" else _PIECE) // window, 1)
     return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
 
@@ -77,6 +78,87 @@ def far_sums(per_block: Tensor) -> Tensor:
 def far_maxima(per_block: Tensor) -> Tensor:
     """`far_sums` with the maximum in place of the sum; -inf where nothing is far."""
     return _over_far(per_block, torch.maximum, float("-inf"))
+
+
+class FarSums:
+    """sum over far tokens j of weights[:, j] x[j] for each block of queries, a run of blocks at a time.
+
+    Memory is that of one run: what lies before it is carried from run to run, what lies after it is added up
+    ahead. As in `far_sums` nothing is subtracted.
+
+    Args:
+        weights: (batch or 1, heads or 1, rows, length).
+        x: (batch, length, heads, dim), of any dtype; sums are float32.
+        window: tokens of a block.
+        runs: (begin, end) of the blocks of each run; they follow each other.
+    """
+
+    def __init__(self, weights: Tensor, x: Tensor, window: int, runs: list[tuple[int, int]]) -> None:
+        self.weights, self.x, self.window, self.runs = weights, x, window, runs
+        blocks = runs[-1][1]
+        # sums over the blocks from end + 1 on, for each run
+        self.after = [self.start()]
+        for begin, end in reversed(runs[1:]):
+            tokens = slice((begin + 1) * window, min(end + 1, blocks) * window)
+            part = self._products(weights[..., tokens].unsqueeze(3), x[:, tokens].unsqueeze(1))
+            self.after.append(self.after[-1] + part[:, 0])
+        self.after.reverse()
+
+    def start(self) -> Tensor:
+        """The sum over no tokens, (batch, rows, heads, dim): `before` of the first run."""
+        batch, _, heads, dim = self.x.shape
+        return torch.zeros(batch, self.weights.shape[2], heads, dim, device=self.x.device)
+
+    def run(self, index: int, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums for each block of a run, and `before` for the next.
+
+        Args:
+            before: the sum over all blocks before begin - 1.
+
+        Returns:
+            (batch, end - begin, rows, heads, dim) and (batch, rows, heads, dim).
+        """
+        (begin, end), window = self.runs[index], self.window
+        # one block more on both sides, zeros where there is none
+        low, high = (begin - 1) * window, (end + 1) * window
+        weights = between(self.weights, low, high, dim=-1).unflatten(-1, (-1, window))
+        products = self._products(weights, between(self.x, low, high, dim=1).unflatten(1, (-1, window)))
+        count = end - begin
+        earlier = _running(before, products[:, :count])
+        later = _running(self.after[index], products[:, 3:].flip(1)).flip(1)
+        return earlier[:, :-1] + later, earlier[:, -1]
+
+    @staticmethod
+    def _products(weights: Tensor, x: Tensor) -> Tensor:
+        """weights (batch or 1, heads or 1, rows, blocks, window) and x (batch, blocks, window, heads, dim), per block.
+
+        Returns (batch, blocks, rows, heads, dim).
+        """
+        x = x.float()
+        if weights.shape[1] == 1:
+            # one matrix for all heads, whose columns stand side by side
+            products = weights[:, 0].transpose(1, 2) @ x.flatten(3)
+            return products.unflatten(3, x.shape[3:])
+        # (batch, blocks, heads, rows, window) @ (batch, blocks, heads, window, dim), then rows before heads
+        return (weights.permute(0, 3, 1, 2, 4) @ x.transpose(2, 3)).transpose(2, 3)
+
+
+def _running(first: Tensor, steps: Tensor) -> Tensor:
+    """first, first + steps[:, 0], first + steps[:, 0] + steps[:, 1], ...: (batch, 1 + steps, ...)."""
+    if first.device.type != "cpu":
+        return torch.cat((first.unsqueeze(1), steps), dim=1).cumsum(1)
+    # one addition after the other: several times faster on a CPU
+    return torch.stack(list(accumulate(steps.unbind(1), initial=first)), dim=1)
+
+
+def between(x: Tensor, begin: int, end: int, dim: int) -> Tensor:
+    """Positions begin .. end - 1 of a dimension, zeros for those that x does not have; a copy only then."""
+    length = x.shape[dim]
+    part = x.narrow(dim, max(begin, 0), min(end, length) - max(begin, 0))
+    if begin >= 0 and end <= length:
+        return part
+    trailing = -dim - 1 if dim < 0 else x.ndim - dim - 1
+    return F.pad(part, (0, 0) * trailing + (max(-begin, 0), max(end - length, 0)))
 
 
 def _over_far(per_block: Tensor, combine: Callable[[Tensor, Tensor], Tensor], none: float) -> Tensor:

@@ -12,14 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import from_blocks, near_keys, near_mask, pieces, row_lengths, to_blocks, with_neighbours
+from .blocks import between, near_keys, near_mask, pieces, row_lengths, with_neighbours
 from .configuration_linattn import LinformerConfig
-from .projections import Projection, Segments, Summaries, segment
-
-
-def _finite(log_mass: Tensor, dtype: torch.dtype) -> Tensor:
-    """Log masses as an additive mask: -inf becomes finite, so that a row that sees nothing stays finite."""
-    return log_mass.to(dtype).clamp_min(torch.finfo(dtype).min / 2)
+from .projections import FarSummaries, Projection, Segments, segment
 
 
 def linformer_attention(
@@ -48,52 +43,105 @@ def linformer_attention(
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`.
     """
-    batch, heads, length, _ = query.shape
+    length, slots = query.shape[2], projection.slots
     real_lengths = row_lengths(lengths, length, query.device)
-    # without a window the whole sequence is one block, and no block is near it
-    window = window_size or length
-    query_blocks = to_blocks(query, window)
-    blocks = query_blocks.shape[2]
+    segments = segment(real_lengths, length, slots, first=global_tokens, padded=lengths is not None)
+    seen = torch.arange(length, device=query.device)[:global_tokens] < real_lengths[:, None]
+    if window_size:
+        return _in_runs(query, key, value, projection, segments, _log(seen), real_lengths, window_size, near, far)
 
-    key_blocks, value_blocks = to_blocks(key, window), to_blocks(value, window)
-    # what all blocks see, or each has: (batch, heads, 1 or blocks, keys, dim) and (batch, 1 or heads, ..., keys)
+    # what all queries see: (batch, heads, keys, dim), and masks (batch, 1 or heads, keys)
     keys, values, masks = [], [], []
     if near and global_tokens:
-        keys.append(key[:, :, None, :global_tokens])
-        values.append(value[:, :, None, :global_tokens])
-        seen = torch.arange(length, device=query.device)[:global_tokens] < real_lengths[:, None]
-        masks.append(_log(seen[:, None, None]))
+        keys.append(key[:, :, :global_tokens])
+        values.append(value[:, :, :global_tokens])
+        masks.append(_log(seen)[:, None])
     if far:
-        segments = segment(real_lengths, length, projection.slots, first=global_tokens)
-        if window_size:
-            # means over the far part of a segment are sums over sums: float32, as elsewhere in the join
-            summaries = projection(key.float(), value.float(), segments, window)
-        else:
-            # one block
-            summaries = Summaries(*(x.unsqueeze(2) for x in projection(key, value, segments)))
-        keys.append(summaries.key.to(key.dtype))
-        values.append(summaries.value.to(value.dtype))
+        summaries = projection(key, value, segments)
+        keys.append(summaries.key)
+        values.append(summaries.value)
         masks.append(summaries.log_mass)
+    return _softmax(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), _joined(masks))
+
+
+def _in_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    projection: Projection,
+    segments: Segments,
+    first_mask: Tensor,
+    real_lengths: Tensor,
+    window: int,
+    near: bool,
+    far: bool,
+) -> Tensor:
+    """With a window: what blocks of queries see differs, and is put together for a run of blocks at a time.
+
+    Tensors are (batch, length, heads, dim) here, as models hold them in memory: neighbouring blocks are then one
+    piece of memory, and so is the output of a run.
+    """
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    length, first = query.shape[1], first_mask.shape[-1]
+    runs = pieces(-(-length // window), window, query.device)
+    sides: list[FarSummaries] = []
+    before: list[Tensor | None] = []
+    if far:
+        far_counts = segments.counts_by_block(window)
+        # whole numbers: exact
+        far_counts = far_counts.sum(1, keepdim=True) - with_neighbours(far_counts.unsqueeze(2)).sum(2)
+        sides = [
+            FarSummaries(projection, x, s, segments, far_counts, window, runs)
+            for x, s in ((key, "key"), (value, "value"))
+        ]
+        before = [side.start() for side in sides]
+        # (batch, blocks, 1 or heads, slots)
+        log_mass = projection.log_mass(far_counts).unsqueeze(2)
+        if projection.projection == "learned":
+            log_mass = log_mass + projection.bias.float()
 
     outputs = []
-    for begin, end in pieces(blocks, window):
-        run_keys, run_values, run_masks = ([_of_run(x, begin, end) for x in xs] for xs in (keys, values, masks))
-        if near and window_size:
-            run_keys.append(with_neighbours(key_blocks, begin, end))
-            run_values.append(with_neighbours(value_blocks, begin, end))
-            run_masks.append(_log(near_keys(real_lengths, end - begin, window, global_tokens, start=begin)[:, None]))
-        shape = (batch, heads, end - begin)
-        # blocks become rows of the batch: (batch, heads * blocks, window, dim)
-        out = F.scaled_dot_product_attention(
-            query_blocks[:, :, begin:end].flatten(1, 2),
-            _joined(run_keys, shape).flatten(1, 2),
-            _joined(run_values, shape).flatten(1, 2),
-            attn_mask=_finite(_joined(run_masks, shape), query.dtype).flatten(1, 2).unsqueeze(-2),
-            scale=1.0,
+    for index, (begin, end) in enumerate(runs):
+        # (batch, blocks, keys, heads, dim) and (batch, blocks, 1 or heads, keys)
+        keys, values, masks = [], [], []
+        if near and first:
+            keys.append(key[:, None, :first].expand(-1, end - begin, -1, -1, -1))
+            values.append(value[:, None, :first].expand(-1, end - begin, -1, -1, -1))
+            masks.append(first_mask[:, None, None].expand(-1, end - begin, -1, -1))
+        if far:
+            found = [side.run(index, known) for side, known in zip(sides, before, strict=True)]
+            before = [known for _, known in found]
+            keys.append(found[0][0].to(key.dtype))
+            values.append(found[1][0].to(value.dtype))
+            masks.append(log_mass[:, begin:end])
+        if near:
+            keys.append(_near(key, begin, end, window))
+            values.append(_near(value, begin, end, window))
+            masks.append(_log(near_keys(real_lengths, end - begin, window, first, start=begin))[:, :, None])
+        # blocks become rows of the batch: (batch * blocks, heads, window, dim)
+        queries = between(query, begin * window, end * window, dim=1).unflatten(1, (-1, window)).flatten(0, 1)
+        out = _softmax(
+            queries.transpose(1, 2),
+            torch.cat(keys, dim=2).flatten(0, 1).transpose(1, 2),
+            torch.cat(values, dim=2).flatten(0, 1).transpose(1, 2),
+            _joined(masks).expand(key.shape[0], -1, -1, -1).flatten(0, 1),
         )
         # and rows of the batch become blocks again
-        outputs.append(out.unflatten(1, (heads, end - begin)))
-    return from_blocks(torch.cat(outputs, dim=2), length)
+        outputs.append(out.transpose(1, 2).unflatten(0, (-1, end - begin)).flatten(1, 2))
+    return torch.cat(outputs, dim=1)[:, :length].transpose(1, 2)
+
+
+def _near(x: Tensor, begin: int, end: int, window: int) -> Tensor:
+    """Keys of blocks and their neighbours: (batch, length, heads, dim) -> (batch, blocks, 3 * window, heads, dim)."""
+    blocks = between(x, (begin - 1) * window, (end + 1) * window, dim=1).unfold(1, 3 * window, window)
+    return blocks.permute(0, 1, 4, 2, 3)
+
+
+def _softmax(query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor) -> Tensor:
+    """Attention of (batch, heads, length, dim) to keys that stand for some mass, (batch or 1, heads or 1, keys)."""
+    # -inf becomes finite, so that a row that sees nothing stays finite
+    mask = log_mass.to(query.dtype).clamp_min(torch.finfo(query.dtype).min / 2).unsqueeze(-2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
 
 
 def _log(seen: Tensor) -> Tensor:
@@ -101,15 +149,10 @@ def _log(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, float("-inf"))
 
 
-def _of_run(part: Tensor, begin: int, end: int) -> Tensor:
-    """The blocks `begin` .. `end` of what has one entry for each block; else what all blocks see."""
-    return part if part.shape[2] == 1 else part[:, :, begin:end]
-
-
-def _joined(parts: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """Keys, values or masks of all parts for (batch, heads, blocks): every part is seen from every block."""
-    parts = [part.expand(*shape, *part.shape[3:]) for part in parts]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Masks of all parts, expanded to the same rows and heads, one after the other."""
+    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*shape, -1) for part in parts], dim=-1)
 
 
 def linformer_attention_reference(

@@ -57,7 +57,7 @@ def performer_attention(
     first_seen = (position[:global_tokens] < real_lengths[:, None])[:, None, None]
 
     if not window_size:
-        runs = [slice(*run) for run in pieces(length, 1)]
+        runs = [slice(*run) for run in pieces(length, 1, query.device)]
         known: list[tuple[Tensor, Tensor]] = []
         for run in runs if far else ():
             keys = bounded_features(feature_map, key[:, :, run], "key")
@@ -84,7 +84,7 @@ def performer_attention(
         # (batch, heads, blocks, features, value_dim + 1): S and z of all blocks that are far from a block
         sums, shift = far_sums(phi.transpose(-1, -2) @ value_blocks), shift.unsqueeze(2)
     outputs = []
-    for begin, end in pieces(query_blocks.shape[2], window_size):
+    for begin, end in pieces(query_blocks.shape[2], window_size, query.device):
         block, parts = query_blocks[:, :, begin:end], []
         if near:
             logits = block @ with_neighbours(key_blocks, begin, end).transpose(-1, -2)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import far_maxima, far_sums, to_blocks
+from .blocks import FarSums, between, far_maxima
 
 PROJECTIONS = ("learned", "mean", "max", "conv", "gaussian")
 SHARING = ("none", "heads", "key_value", "layers")
@@ -31,9 +31,10 @@ class Segments(NamedTuple):
     rank: (batch, length) long, position among the row's summarised tokens.
     total: (batch, 1) long, how many tokens the row's slots hold, at least 1.
     held: (batch, length) bool, whether a slot holds the token.
-    slot: (batch, length) long, that slot.
+    slot: (batch, length) long, that slot; what no slot holds has any.
     phase: (batch, length) float, how far into its segment the token stands, from 0 to below 1.
-    members: (batch, slots, length) bool, `slot` as one-hot rows.
+    slots: how many there are.
+    common_total: `total` where it is the same for all rows and known without looking at a tensor, else None.
     """
 
     rank: Tensor
@@ -41,27 +42,55 @@ class Segments(NamedTuple):
     held: Tensor
     slot: Tensor
     phase: Tensor
-    members: Tensor
+    slots: int
+    common_total: int | None
+
+    @property
+    def members(self) -> Tensor:
+        """(batch, slots, length) bool, `slot` as one-hot rows."""
+        slots = torch.arange(self.slots, device=self.slot.device)
+        return (self.slot[:, None] == slots[:, None]) & self.held[:, None]
+
+    @property
+    def counts(self) -> Tensor:
+        """(batch, slots) float, how many tokens each slot holds."""
+        held = self.held.float()
+        return held.new_zeros(held.shape[0], self.slots).scatter_add(1, self.slot, held)
+
+    def counts_by_block(self, window: int) -> Tensor:
+        """(batch, blocks, slots) float, how many tokens of each block of `window` tokens each slot holds."""
+        blocks, held = -(-self.slot.shape[1] // window), self.held.float()
+        block = torch.arange(self.slot.shape[1], device=held.device) // window
+        counts = held.new_zeros(held.shape[0], blocks * self.slots)
+        return counts.scatter_add(1, block * self.slots + self.slot, held).unflatten(1, (blocks, self.slots))
+
+    def means(self) -> Tensor:
+        """(batch, slots, length) float: each slot's row averages its members."""
+        share = self.held / self.counts.gather(1, self.slot).clamp_min(1)
+        # one entry in each column
+        return share.new_zeros(share.shape[0], self.slots, share.shape[1]).scatter(
+            1, self.slot[:, None], share[:, None]
+        )
 
 
-def segment(lengths: Tensor, length: int, slots: int, first: int = 0) -> Segments:
-    """Cut tokens `first` .. lengths - 1 of each row into `slots` segments."""
+def segment(lengths: Tensor, length: int, slots: int, first: int = 0, *, padded: bool = True) -> Segments:
+    """Cut tokens `first` .. lengths - 1 of each row into `slots` segments; padded=False: all rows are `length` long."""
     alone = int(first == 0 and slots > 1)
     rank = torch.arange(length, device=lengths.device) - first
     total = lengths[:, None] - first
     held = (rank >= 0) & (rank < total)
     rank, total = rank.clamp_min(0).expand_as(held), total.clamp_min(1)
     spread, shared = (rank - alone).clamp_min(0) * (slots - alone), (total - alone).clamp_min(1)
-    slot = torch.where(rank < alone, 0, alone + spread // shared)
-    members = (slot[:, None] == torch.arange(slots, device=lengths.device)[:, None]) & held[:, None]
-    return Segments(rank, total, held, slot, (spread % shared) / shared, members)
+    slot = torch.where(rank < alone, 0, alone + spread // shared).clamp_max(slots - 1)
+    common_total = None if padded else max(length - first, 1)
+    return Segments(rank, total, held, slot, (spread % shared) / shared, slots, common_total)
 
 
 class Summaries(NamedTuple):
     """Projected keys and values, and the log of how many tokens each stands for.
 
-    key, value: (batch, heads, [blocks,] slots, dim); log_mass: (batch, heads or 1, [blocks,] slots), -inf
-    for a slot that holds nothing. With blocks, what each block of queries sees of its far tokens only.
+    key, value: (batch, heads, slots, dim); log_mass: (batch, heads or 1, slots), -inf for a slot that holds
+    nothing.
     """
 
     key: Tensor
@@ -120,41 +149,42 @@ class Projection(nn.Module):
         if self.projection == "learned":
             init.zeros_(self.bias)
 
-    def forward(self, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Summaries:
-        """Summaries of keys and values (batch, heads, length, dim).
-
-        With `window`, a summary for each block of that many queries, of the tokens far from it alone.
-        """
-        counts = segments.members.sum(-1, dtype=key.dtype)
-        if window is not None:
-            per_block = _blocks_of(segments.members.to(key.dtype)[:, None], window).sum(-1)
-            # (batch, 1, slots, blocks) counts of each block -> (batch, blocks, slots) counts of the far ones
-            counts = far_sums(per_block.transpose(-1, -2).unsqueeze(-1)).squeeze(-1)[:, 0]
-        log_mass = counts.log().unsqueeze(1)
+    def forward(self, key: Tensor, value: Tensor, segments: Segments) -> Summaries:
+        """Summaries of keys and values (batch, heads, length, dim)."""
+        log_mass = self.log_mass(segments.counts).unsqueeze(1)
         if self.projection == "learned":
-            bias = self.bias.to(key.dtype)
-            log_mass = log_mass + (bias if window is None else bias.unsqueeze(1))
+            log_mass = log_mass + self.bias.to(log_mass.dtype)
+        return Summaries(self._project(key, "key", segments), self._project(value, "value", segments), log_mass)
+
+    def log_mass(self, counts: Tensor) -> Tensor:
+        """Log of what slots that hold so many tokens stand for, (..., slots), without the bias of `learned`."""
         if self.projection == "gaussian":
             # an entry mixes all tokens alike: every slot stands for its share of all of them
-            share = counts.sum(-1, keepdim=True) / self.slots
-            log_mass = share.log().expand_as(counts).unsqueeze(1)
-        key = self._project(key, "key", segments, window)
-        return Summaries(key, self._project(value, "value", segments, window), log_mass)
+            counts = (counts.sum(-1, keepdim=True) / self.slots).expand_as(counts)
+        return counts.log()
 
-    def _project(self, x: Tensor, side: str, segments: Segments, window: int | None) -> Tensor:
+    def _project(self, x: Tensor, side: str, segments: Segments) -> Tensor:
         if self.projection == "max":
-            return _segment_max(x, segments, self.slots, window)
-        if self.projection == "gaussian":
-            matrix = self.columns(side, segments.rank) * segments.held[:, None, None]
-            return _apply(matrix.to(x.dtype), x, window)
+            return segment_max(x, segments, self.slots, None)
         if self.projection == "conv":
             x = x * self.kernel(side, segments).to(x.dtype)
-        if self.projection != "learned":
-            return _segment_mean(x, segments, window)
-        deviation = self.deviation(side, segments)
-        if window is None:
-            return (_mean_matrix(segments) + deviation).to(x.dtype) @ x
-        return _segment_mean(x, segments, window) + _apply(deviation.to(x.dtype), x, window)
+        matrix = self.matrix(side, segments)
+        if self.projection != "gaussian":
+            means = segments.means().unsqueeze(1)
+            matrix = means if matrix is None else means + matrix
+        assert matrix is not None
+        matrix = matrix.to(x.dtype)
+        if matrix.shape[1] != 1:
+            return matrix @ x
+        # one matrix for all heads, whose columns stand side by side: (batch, slots, heads * dim)
+        summaries = matrix.squeeze(1) @ x.transpose(1, 2).flatten(2)
+        return summaries.unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
+
+    def matrix(self, side: str, segments: Segments) -> Tensor | None:
+        """What is added to the segment means, or stands in their place: (batch, heads or 1, slots, length)."""
+        if self.projection == "gaussian":
+            return self.columns(side, segments.rank) * segments.held[:, None, None]
+        return self.deviation(side, segments) if self.projection == "learned" else None
 
     def columns(self, side: str, column: Tensor) -> Tensor:
         """Columns of the side's matrix: (batch, length) indices -> (batch, heads or 1, slots, length).
@@ -169,16 +199,19 @@ class Projection(nn.Module):
         A token has the mean of the columns that belong to its relative position in the row, on the scale of
         max_length: what short rows teach holds for long ones too.
         """
-        begin = segments.rank * self.max_length // segments.total
-        end = torch.maximum((segments.rank + 1) * self.max_length // segments.total, begin + 1)
-        # the mean of a span is a difference of two running sums
-        sums = nn.functional.pad(self._weight(side).float().cumsum(-1), (1, 0))
-        end = end.clamp_max(self.max_length)
-        begin = begin.clamp_max(self.max_length - 1)
-        scale = self.slots / segments.total * segments.held / (end - begin)
+        weight = self._weight(side).float()
+        if segments.common_total == self.max_length:
+            # a column for each token
+            return weight * (self.slots / segments.total * segments.held)[:, None, None]
+        # where the columns of each token begin, and those of the last one end: (batch, length + 1)
+        rank = nn.functional.pad(segments.rank, (0, 1))
+        rank[:, -1:] = segments.rank[:, -1:] + 1
+        begin = (rank * self.max_length // segments.total).clamp_max(self.max_length)
+        # the mean of a span is a difference of two running sums: (heads or 1, slots, batch, length + 1)
+        sums = nn.functional.pad(weight.cumsum(-1), (1, 0))[:, :, begin]
+        scale = self.slots / segments.total * segments.held / begin.diff(dim=-1).clamp_min(1)
         # (heads or 1, slots, batch, length) -> (batch, heads or 1, slots, length)
-        difference = (sums[:, :, end] - sums[:, :, begin]).permute(2, 0, 1, 3)
-        return difference * scale[:, None, None]
+        return sums.diff(dim=-1).permute(2, 0, 1, 3) * scale[:, None, None]
 
     def kernel(self, side: str, segments: Segments) -> Tensor:
         """The convolution's weight for each token: (batch, heads or 1, length, head_dim)."""
@@ -192,38 +225,121 @@ class Projection(nn.Module):
         return f"projection={self.projection!r}, sharing={self.sharing!r}, slots={self.slots}"
 
 
-def _blocks_of(matrix: Tensor, window: int) -> Tensor:
-    """(..., slots, length) -> (..., slots, blocks, window), zeros after the end."""
-    padded = nn.functional.pad(matrix, (0, -matrix.shape[-1] % window))
-    # split the length into blocks of `window` positions
-    return padded.unflatten(-1, (-1, window))
+class FarSummaries:
+    """Summaries of keys or values as blocks of queries see them, of far tokens only, a run of blocks at a time.
+
+    Args:
+        x: (batch, length, heads, dim).
+        side: "key" or "value".
+        far_counts: (batch, blocks, slots), how many tokens of each slot are far from each block.
+        window: tokens of a block.
+        runs: (begin, end) of the blocks of each run; they follow each other.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        side: str,
+        segments: Segments,
+        far_counts: Tensor,
+        window: int,
+        runs: list[tuple[int, int]],
+    ) -> None:
+        self.runs = runs
+        self.maxima: Tensor | None = None
+        self.means: FarMeans | None = None
+        self.sums: FarSums | None = None
+        if projection.projection == "max":
+            # (batch, heads, blocks, slots, dim) -> (batch, blocks, slots, heads, dim)
+            maxima = segment_max(x.transpose(1, 2), segments, projection.slots, window)
+            self.maxima = maxima.permute(0, 2, 3, 1, 4)
+            return
+        if projection.projection == "conv":
+            x = x * projection.kernel(side, segments).transpose(1, 2).to(x.dtype)
+        if projection.projection != "gaussian":
+            self.means = FarMeans(x, segments, far_counts, window)
+        if (matrix := projection.matrix(side, segments)) is not None:
+            self.sums = FarSums(matrix.float(), x, window, runs)
+
+    def start(self) -> Tensor | None:
+        """What `run` takes as `before` for the first run."""
+        return None if self.sums is None else self.sums.start()
+
+    def run(self, index: int, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Summaries for the blocks of one run, (batch, blocks, slots, heads, dim), and `before` for the next run."""
+        begin, end = self.runs[index]
+        if self.maxima is not None:
+            return self.maxima[:, begin:end], None
+        means = None if self.means is None else self.means.run(begin, end)
+        if self.sums is None or before is None:
+            assert means is not None
+            return means, None
+        sums, before = self.sums.run(index, before)
+        return (sums if means is None else sums + means), before
 
 
-def _apply(matrix: Tensor, x: Tensor, window: int | None) -> Tensor:
-    """matrix (batch, heads, slots, length) @ x (batch, heads, length, dim); with `window`, of far tokens per block."""
-    if window is None:
-        return matrix @ x
-    # (batch, heads, blocks, slots, window) @ (batch, heads, blocks, window, dim): one product for each block
-    return far_sums(_blocks_of(matrix, window).transpose(2, 3) @ to_blocks(x, window))
+class FarMeans:
+    """Segment means as blocks of queries see them, of far tokens only.
+
+    Those of segments that are far as a whole are the same for all blocks. A block sees at most two others in
+    part: the one in which its near tokens begin, and the one in which they end.
+    """
+
+    def __init__(self, x: Tensor, segments: Segments, far_counts: Tensor, window: int) -> None:
+        slot, length, blocks = segments.slot, x.shape[1], far_counts.shape[1]
+        # averages first: sums of many half-precision keys would overflow
+        self.whole = segments.means() @ x.flatten(2).float()
+        self.heads = x.shape[2:]
+        # the slots in which block j begins, and in which the block before it ends; at 0 and at the end, those of
+        # the first and the last token
+        edge = torch.arange(blocks + 1, device=x.device) * window
+        begins, ends = slot[:, edge.clamp_max(length - 1)], slot[:, (edge - 1).clamp(0, length - 1)]
+        # per block, sums over the tokens that share a segment with the next one, or with the one before
+        in_blocks, held = (
+            between(part, 0, blocks * window, dim=1).unflatten(1, (-1, window)) for part in (slot, segments.held)
+        )
+        shared = (
+            torch.stack((in_blocks == begins[:, 1:, None], in_blocks == ends[:, :-1, None]), dim=2) & held[:, :, None]
+        )
+        tokens = between(x, 0, blocks * window, dim=1).flatten(2).unflatten(1, (-1, window)).float()
+        # the average over the segment's c tokens too: as above
+        counts = segments.counts
+        scale = torch.stack((counts.gather(1, begins[:, 1:]), counts.gather(1, ends[:, :-1])), dim=2).clamp_min(1)
+        left, right = ((shared / scale.unsqueeze(-1)) @ tokens).unbind(2)
+        # for block j: of the segment of token (j - 1) w what is before it, of that of token (j + 2) w - 1 what is after
+        left = nn.functional.pad(_sums_of_groups(left, begins[:, 1:]), (0, 0, 2, 0))[:, :blocks]
+        right = _sums_of_groups(right.flip(1), ends[:, :-1].flip(1)).flip(1)
+        right = nn.functional.pad(right, (0, 0, 0, 2))[:, 2:]
+        block = torch.arange(blocks, device=x.device)
+        first, last = begins[:, (block - 1).clamp_min(0)], ends[:, (block + 2).clamp_max(blocks)]
+        same = (first == last).unsqueeze(-1)
+        # (batch, blocks, 2): which slots, and (batch, blocks, 2, heads * dim): their means
+        slots, parts = torch.stack((first, last), dim=2), torch.stack((left + right * same, right + left * same), dim=2)
+        total = counts.gather(1, slots.flatten(1)).unflatten(1, (-1, 2))
+        self.parts = parts * (total / far_counts.gather(2, slots).clamp_min(1)).unsqueeze(-1)
+        # a slot is written once, or gradients would count twice: a second time goes to one more, which is cut off
+        self.slots = torch.stack((first, last.masked_fill(first == last, segments.slots)), dim=2)
+        self.whole = nn.functional.pad(self.whole, (0, 0, 0, 1))
+
+    def run(self, begin: int, end: int) -> Tensor:
+        """The means for the blocks begin .. end - 1, (batch, blocks, slots, heads, dim)."""
+        slots, parts = self.slots[:, begin:end, :, None], self.parts[:, begin:end]
+        whole = self.whole.unsqueeze(1).expand(-1, end - begin, -1, -1)
+        return whole.scatter(2, slots.expand(parts.shape), parts)[:, :, :-1].unflatten(3, self.heads)
 
 
-def _mean_matrix(segments: Segments) -> Tensor:
-    """(batch, 1, slots, length): each slot's row averages its members."""
-    return (segments.members / segments.members.sum(-1, keepdim=True).clamp_min(1))[:, None]
+def _sums_of_groups(x: Tensor, group: Tensor) -> Tensor:
+    """Running sums of x (batch, blocks, dim) that start anew with each group of equal, neighbouring numbers."""
+    reach = 1
+    while reach < x.shape[1]:
+        same = group[:, reach:] == group[:, :-reach]
+        x = torch.cat((x[:, :reach], x[:, reach:] + x[:, :-reach] * same.unsqueeze(-1)), dim=1)
+        reach *= 2
+    return x
 
 
-def _segment_mean(x: Tensor, segments: Segments, window: int | None) -> Tensor:
-    # averages of the whole segment first: sums of many half-precision keys would overflow
-    matrix = _mean_matrix(segments).to(x.dtype)
-    mean = _apply(matrix, x, window)
-    if window is None:
-        return mean
-    # (batch, 1, blocks, slots, 1): which share of a segment's members is far from the block
-    share = far_sums(_blocks_of(matrix, window).sum(-1).transpose(-1, -2).unsqueeze(-1))
-    return mean / share.where(share > 0, torch.ones_like(share))
-
-
-def _segment_max(x: Tensor, segments: Segments, slots: int, window: int | None) -> Tensor:
+def segment_max(x: Tensor, segments: Segments, slots: int, window: int | None) -> Tensor:
     batch, heads, length, dim = x.shape
     block = torch.zeros(length, dtype=torch.long, device=x.device)
     if window is not None:

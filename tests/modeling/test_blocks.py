@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hf_linattn.modeling.blocks import (
+    FarSums,
     far_maxima,
     far_sums,
     from_blocks,
@@ -58,3 +60,27 @@ def test_a_far_sum_keeps_its_digits_beside_a_near_block_of_another_size() -> Non
     """The total minus the near part would be rounding only."""
     per_block = torch.tensor([1e12, 1.0, 2.0, 3.0]).view(4, 1, 1)
     assert far_sums(per_block).flatten().tolist()[:2] == [5.0, 3.0]
+
+
+@pytest.mark.parametrize("device_adds_one_by_one", [True, False])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_far_sums_in_runs_are_far_sums(
+    length: int, heads: int, device_adds_one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks are worked on at a time."""
+    if not device_adds_one_by_one:
+        monkeypatch.setattr("hf_linattn.modeling.blocks._running", lambda x, y: torch.cat((x[:, None], y), 1).cumsum(1))
+    window, weights, x = 2, torch.randn(1, heads, 3, length), torch.randn(2, length, 2, 5)
+    blocks = -(-length // window)
+    # (batch, heads, blocks, rows, dim), then blocks first and heads last but one
+    padded = F.pad(weights, (0, -length % window)).unflatten(-1, (blocks, window)).transpose(2, 3)
+    expected = far_sums(padded @ to_blocks(x.transpose(1, 2), window)).permute(0, 2, 3, 1, 4)
+    for size in (1, 2, 3, 100):
+        runs = [(begin, min(begin + size, blocks)) for begin in range(0, blocks, size)]
+        sums = FarSums(weights, x, window, runs)
+        before, found = sums.start(), []
+        for index in range(len(runs)):
+            far, before = sums.run(index, before)
+            found.append(far)
+        torch.testing.assert_close(torch.cat(found, dim=1), expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_linattn.modeling.projections import PROJECTIONS, SHARING, Projection, segment
+from hf_linattn.modeling.projections import PROJECTIONS, SHARING, FarMeans, Projection, segment
 
 pytestmark = pytest.mark.core
 
@@ -115,3 +115,31 @@ def test_what_a_row_teaches_holds_for_a_row_of_twice_the_length(tokens: int) -> 
     torch.testing.assert_close(short[0], spans * 4 / tokens)
     (short.sum()).backward()
     assert bool((weight.grad != 0).all())
+
+
+def test_a_row_of_the_longest_length_has_a_column_for_each_token() -> None:
+    """The shortcut that rows without padding take is what the general way gives."""
+    projection = make("learned", sharing="none")
+    torch.nn.init.normal_(projection.key_weight)
+    general, shortcut = (
+        projection.deviation("key", segment(torch.tensor([24]), 24, 4, padded=padded)) for padded in (True, False)
+    )
+    torch.testing.assert_close(general, shortcut)
+    assert torch.equal(shortcut[0], projection.key_weight * 4 / 24)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("window", [2, 3, 7])
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_far_means_are_of_far_tokens_only(slots: int, window: int, first: int) -> None:
+    lengths, x = torch.tensor([19, 11]), torch.randn(2, 19, 2, 3)
+    segments = segment(lengths, 19, slots, first)
+    block, blocks = torch.arange(19) // window, -(-19 // window)
+    # (blocks, length) and (batch, blocks, slots, length)
+    far = (block - torch.arange(blocks)[:, None]).abs() > 1
+    members = (segments.members[:, None] & far[:, None]).float()
+    counts = members.sum(-1)
+    found = FarMeans(x, segments, counts, window).run(0, blocks)
+    expected = torch.einsum("nbsl,nlhd->nbshd", members, x) / counts.clamp_min(1)[..., None, None]
+    seen = counts > 0
+    torch.testing.assert_close(found[seen], expected[seen])
