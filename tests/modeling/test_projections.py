@@ -125,7 +125,7 @@ def test_a_row_of_the_longest_length_has_a_column_for_each_token() -> None:
         projection.deviation("key", segment(torch.tensor([24]), 24, 4, padded=padded)) for padded in (True, False)
     )
     torch.testing.assert_close(general, shortcut)
-    assert torch.equal(shortcut[0], projection.key_weight * 4 / 24)
+    torch.testing.assert_close(shortcut[0], projection.key_weight * 4 / 24)
 
 
 @pytest.mark.parametrize("first", [0, 2])
