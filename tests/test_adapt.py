@@ -2,15 +2,18 @@
 
 import json
 import random
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
+from hf_linattn.adapt.config import TRACKERS
 from hf_linattn.adapt.distil import Distil
 from hf_linattn.adapt.lock import only_one
 from hf_linattn.adapt.losses import divergence, mean_cosine, pooled, relative_error
@@ -376,6 +379,54 @@ def test_a_tracker_that_is_not_installed(
     with pytest.raises(ImportError, match="tracker='wandb' is not installed: pip install wandb"):
         adapt(folder, tmp_path / "out", AdaptConfig(**SHORT, tracker="wandb"), data=data)
     assert not (tmp_path / "out").exists()
+
+
+def test_trackers_count_on_through_the_stages(
+    folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B drops what has a smaller step than something before."""
+    logged: list[tuple[int, str]] = []
+    monkeypatch.setattr("hf_linattn.adapt.adaptation.check_tracker", lambda name: None)
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, next(iter(values)))))
+    adapt(folder, tmp_path / "out", AdaptConfig(**{**SHORT, "eval_sequences": 0}, tracker="wandb"), data=data)
+    assert [step for step, _ in logged] == list(range(1, 9))
+    assert [name.partition("/")[0] for _, name in logged] == ["transfer"] * 4 + ["distil"] * 4
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_trackers_that_are_installed(
+    tracker: str, folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}.items():
+        monkeypatch.setenv(name, value)
+    pytest.importorskip(tracker)
+    here = set(Path.cwd().iterdir())
+    adapt(folder, tmp_path / "out", AdaptConfig(**{**SHORT, "eval_sequences": 0}, tracker=tracker), data=data)
+    assert set(Path.cwd().iterdir()) == here
+    training = tmp_path / "out" / "training"
+    if tracker == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(training / "linattn"))
+        events.Reload()
+        expected = [row["loss"] for row in lines(tmp_path / "out") if row["stage"] == "distil"]
+        assert [event.step for event in events.Scalars("distil/loss")] == [5, 6, 7, 8]
+        assert [event.value for event in events.Scalars("distil/loss")] == pytest.approx(expected)
+    elif tracker == "wandb":
+        assert len(list((training / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    else:
+        with sqlite3.connect(tmp_path / "trackio" / "linattn.db") as database:
+            assert [step for (step,) in database.execute("select step from metrics")] == list(range(1, 9))
+
+
+def test_fsdp_without_accelerators_is_refused(
+    folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate would leave it out without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP was asked for, and Accelerate runs NO instead"):
+        adapt(folder, tmp_path / "out", AdaptConfig(**SHORT), data=data)
 
 
 def test_other_models_and_folders_are_refused(folder: Path, tmp_path: Path, data: DataConfig) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -126,15 +127,7 @@ class _Run:
         self._check_lengths()
         self.settings = _settings(self)
         self._check_output()
-        self.accelerator = accelerator or Accelerator(
-            # said, because Accelerate does not look for other processes on a CPU by itself
-            cpu=not torch.accelerator.is_available(),
-            # no loss reaches a pooler, or a branch that is switched off
-            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-            mixed_precision=config.mixed_precision,
-            log_with=config.tracker,
-            project_dir=str(self.training) if config.tracker else None,
-        )
+        self.accelerator = accelerator or _accelerator(config, self.training)
         check_batch_size(config, self.accelerator)
         self.metrics = MetricsFile(self.training / "metrics.jsonl")
         self.history: list[dict[str, Any]] = []
@@ -204,7 +197,8 @@ class _Run:
             _write_whole(self.training / "settings.json", json.dumps(self.settings, indent=1) + "\n")
         if self.config.tracker:
             flat = {k: v for k, v in self.settings["config"].items() if isinstance(v, (int, float, str, bool))}
-            self.accelerator.init_trackers("linattn", flat)
+            # where the run is, and not where it was started
+            self.accelerator.init_trackers("linattn", flat, init_kwargs={"wandb": {"dir": str(self.training)}})
         self.accelerator.wait_for_everyone()
 
         found = checkpoints.find(self.training / "checkpoint")
@@ -264,11 +258,14 @@ class _Run:
         def save_best(weights: dict[str, Tensor], progress: Progress) -> None:
             checkpoints.write(best, weights, None, {"stage": index, "step": progress.step})
 
+        # trackers count on through the stages: W&B drops what has a smaller step than something before
+        begin = sum(count for _, count in self.config.stages()[:index])
+
         def record(step: int, metrics: dict[str, float]) -> None:
             if self.accelerator.is_main_process:
                 self.metrics.write({"stage": name, "step": step, **metrics})
             if self.config.tracker:
-                self.accelerator.log({f"{name}/{key}": value for key, value in metrics.items()}, step=step)
+                self.accelerator.log({f"{name}/{key}": value for key, value in metrics.items()}, step=begin + step)
 
         loop = Loop(
             accelerator=self.accelerator,
@@ -438,6 +435,37 @@ class _Run:
                 os.replace(entry, target)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _accelerator(config: AdaptConfig, folder: Path) -> Accelerator:
+    """As `accelerate launch` sets it; trackers write to `folder`.
+
+    Raises:
+        ValueError: FSDP is asked for where Accelerate does not shard.
+    """
+    cpu = not torch.accelerator.is_available()
+    # no loss reaches a pooler, or a branch that is switched off
+    handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    deepspeed, fsdp = (os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("DEEPSPEED", "FSDP"))
+    if cpu and deepspeed:
+        # told that it is on a CPU, Accelerate leaves DeepSpeed out without a word, and not told so it finds no backend
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        cpu = False
+    accelerator = Accelerator(
+        # said, because Accelerate does not look for other processes on a CPU by itself
+        cpu=cpu,
+        kwargs_handlers=handlers,
+        mixed_precision=config.mixed_precision,
+        log_with=config.tracker,
+        project_dir=str(folder) if config.tracker else None,
+    )
+    if fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"FSDP was asked for, and Accelerate runs {accelerator.distributed_type.value} instead: it shards over "
+            f"several accelerators, and this is process {accelerator.process_index} of {accelerator.num_processes} on "
+            f"{accelerator.device}. On a CPU use scripts/accelerate/multi_cpu.yaml."
+        )
+    return accelerator
 
 
 def _config_of(model: str | Path | LinAttnPreTrainedModel) -> Any:
