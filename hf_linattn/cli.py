@@ -14,6 +14,7 @@ from . import __version__
 #: name of a command, which is also that of its file in `commands` -> what it does
 COMMANDS = {
     "convert": "Give a checkpoint linear attention.",
+    "analyze": "Show how low-rank its attention is, and suggest what to convert.",
     "evaluate": "Compare a checkpoint with its conversions.",
     "adapt": "Train a converted checkpoint: transfer, distillation, a task.",
     "push": "Publish a converted checkpoint on the Hub, with a model card.",

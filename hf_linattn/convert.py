@@ -88,7 +88,7 @@ def convert(
         base = model_or_id
         cls = _converted_class(type(base).__name__, base.config)
         _check_loaded(base)
-        new_config = _model_config(base.config, config, max_length)
+        new_config = converted_config(base.config, config, max_length)
         # copies: training the converted model must not change the one given
         state = {name: tensor.detach().clone() for name, tensor in base.state_dict().items()}
         device_map = None
@@ -97,13 +97,13 @@ def convert(
         cls, base_class, base_config, from_pretrained_kwargs = _resolve(
             str(model_or_id), auto_class, from_pretrained_kwargs
         )
-        _model_config(base_config, config, max_length)
+        converted_config(base_config, config, max_length)
         try:
             base = base_class.from_pretrained(str(model_or_id), config=base_config, **from_pretrained_kwargs)
         except SafetensorError as error:
             raise ValueError(f"The weights of {str(model_or_id)!r} are damaged: {error}") from error
         _check_loaded(base)
-        new_config = _model_config(base.config, config, max_length)
+        new_config = converted_config(base.config, config, max_length)
         state = dict(base.state_dict())
     else:
         raise TypeError(
@@ -268,8 +268,12 @@ def _check_loaded(model: PreTrainedModel) -> None:
         raise ValueError("Some weights of the model are on the meta device (offloaded); load it without device_map.")
 
 
-def _model_config(base: PreTrainedConfig, config: AttentionConfig, max_length: int | None) -> LinAttnConfig:
-    """The converted model's config, with the settings completed by the lengths."""
+def converted_config(base: PreTrainedConfig, config: AttentionConfig, max_length: int | None) -> LinAttnConfig:
+    """The converted model's config, with the settings completed by the lengths.
+
+    Raises:
+        ValueError: the settings, the lengths and the base do not fit together.
+    """
     if config.max_length is not None and max_length not in (None, config.max_length):
         raise ValueError(f"max_length={max_length}, but the config says max_length={config.max_length}.")
     offset = position_offset(base)

@@ -15,12 +15,13 @@ from accelerate import PartialState
 from accelerate.utils import tqdm
 
 from ..documents import DataConfig
+from ..report_parts import machine
 from .columns import EXTENDED, TRUNCATED, Column, Source, base_length, load_tokenizer, make_columns
 from .fidelity import fidelity
 from .footprint import footprint
 from .intervals import Interval, bootstrap_difference, bootstrap_interval
 from .language_modeling import POSITION_EDGES
-from .report import describe_base, machine, merge_report, write_report
+from .report import describe_base, merge_report, write_report
 from .runner import Runner
 from .task import DocumentTask, Metric, Outcomes, Task, TaskConfig
 from .tasks import TASKS

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from ..report_parts import save_figure
+
 _STYLES = {"truncated": {"color": "0.6", "linestyle": "--"}, "extended": {"color": "0.2", "linestyle": "-"}}
 _BRANCH_STYLES = {"both": "-", "near": ":", "far": "-."}
 
@@ -57,17 +59,6 @@ def _length_axis(axes: Any, lengths: list[int]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _save(figure: Any, path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    figure.tight_layout()
-    unfinished = path.with_name(f".{path.name}")
-    figure.savefig(unfinished, dpi=120, format="png")
-    plt.close(figure)
-    unfinished.replace(path)
-    return path
-
-
 def _quality(task: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path) -> Path:
     """One panel for each metric, by length; intervals of whole models only, so that they can be told apart."""
     import matplotlib.pyplot as plt
@@ -97,7 +88,7 @@ def _quality(task: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path
         axes.set_title(f"{metric} ({'higher' if task['higher_is_better'][metric] else 'lower'} is better)", fontsize=10)
     figure.suptitle(task["name"])
     panels[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _position(task: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path) -> Path:
@@ -117,7 +108,7 @@ def _position(task: dict[str, Any], styles: dict[str, dict[str, Any]], path: Pat
     _length_axis(axes, sorted(starts))
     axes.set(xlabel="position of the predicted token, from", ylabel="perplexity", yscale="log", title=task["name"])
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _footprint(report: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path) -> Path:
@@ -153,7 +144,7 @@ def _footprint(report: dict[str, Any], styles: dict[str, dict[str, Any]], path: 
             panels[0].plot(length, crossing, marker="o", markersize=9, fillstyle="none", color=styles[name]["color"])
     panels[0].set_title("circles: from here on faster than softmax", fontsize=9)
     panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _fidelity(report: dict[str, Any], styles: dict[str, dict[str, Any]], path: Path) -> Path:
@@ -173,4 +164,4 @@ def _fidelity(report: dict[str, Any], styles: dict[str, dict[str, Any]], path: P
         axes.set(xlabel="layer", ylabel=label)
         axes.grid(alpha=0.3)
     panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, path)
+    return save_figure(figure, path)

@@ -1,45 +1,20 @@
 """The report of comparisons: report.json, report.md and plots in one folder, for someone who was not there."""
 
 import json
-import os
-import platform
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import torch
-import transformers
 from transformers import AutoConfig
 
+from ..report_parts import attention_text, machine_text, table, write_whole
 from .columns import EXTENDED, TRUNCATED
 from .plots import draw_plots, slug
 
 FORMAT_VERSION = 1
 _MIB = 1024 * 1024
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "processes": accelerate.PartialState().num_processes,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def describe_base(base: str, length: int) -> dict[str, Any]:
@@ -121,14 +96,8 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         plots = draw_plots(report, folder)
     except ImportError:
         plots = []
-    _write(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    _write(folder / "report.md", markdown(report, plots) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
+    write_whole(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_whole(folder / "report.md", markdown(report, plots) + "\n")
 
 
 def markdown(report: dict[str, Any], plots: Sequence[Path] = ()) -> str:
@@ -177,25 +146,7 @@ def column_table(report: dict[str, Any]) -> str:
                 what += f"; the {off} part switched off"
         trained = "" if column["kind"] != "converted" else training_text(column["training"])
         rows.append([column["name"], what, trained, str(column["seeds"])])
-    return _table(["model", "attention", "training after the swap", "seeds"], rows)
-
-
-def attention_text(settings: dict[str, Any]) -> str:
-    """The settings of converted attention in a few words."""
-    parts = []
-    if settings["window_size"]:
-        parts.append(f"window {settings['window_size']}")
-    if settings["global_tokens"]:
-        parts.append(f"first {settings['global_tokens']} exact")
-    if settings["method"] == "linformer":
-        start = {"learned": "trainable, starts as segment means"}.get(settings["projection"], settings["projection"])
-        parts.append(f"Linformer k={settings['projection_length']} ({start})")
-    else:
-        start = {"learned": "trainable, starts as FAVOR+"}.get(settings["feature_map"], settings["feature_map"])
-        parts.append(f"Performer m={settings['num_features']} ({start})")
-    if settings["layers"] is not None:
-        parts.append(f"layers {', '.join(map(str, settings['layers']))}")
-    return ", ".join(parts)
+    return table(["model", "attention", "training after the swap", "seeds"], rows)
 
 
 def training_text(training: dict[str, Any] | None) -> str:
@@ -246,7 +197,7 @@ def task_tables(task: dict[str, Any]) -> list[str]:
                     continue
                 rows.append([column, *("" if n is None else _with_interval(n[name], prefix) for n in numbers)])
             if rows:
-                tables.append(_table([head, *lengths], rows))
+                tables.append(table([head, *lengths], rows))
     return tables
 
 
@@ -322,7 +273,7 @@ def footprint_tables(report: dict[str, Any]) -> list[str]:
         body = [
             [column, *(form(rows[column, n]) if (column, n) in rows else "" for n in lengths)] for column in columns
         ]
-        tables.append(_table([title, *(f"{n:,}" for n in lengths)], body))
+        tables.append(table([title, *(f"{n:,}" for n in lengths)], body))
     return tables
 
 
@@ -342,15 +293,7 @@ def fidelity_table(report: dict[str, Any]) -> str:
         [row["column"], f"{row['length']:,}", str(row["layer"]), *(f"{row[name]:.3g}" for name in scalars)]
         for row in report["fidelity"]
     ]
-    return _table(["model", "tokens", "layer", *(name.replace("_", " ") for name in scalars)], rows)
-
-
-def machine_text(machine: dict[str, Any]) -> str:
-    """The machine in one line."""
-    return (
-        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}"
-    )
+    return table(["model", "tokens", "layer", *(name.replace("_", " ") for name in scalars)], rows)
 
 
 def made_text(report: dict[str, Any]) -> str:
@@ -382,8 +325,3 @@ def card_section(report: dict[str, Any], column: str) -> str:
     if part["footprint"]:
         parts += ["### Time and memory", footprint_text(part), *footprint_tables(part)]
     return "\n\n".join(parts)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

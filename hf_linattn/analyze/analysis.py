@@ -1,0 +1,352 @@
+"""One pass over documents: what each attention layer is like, and what each setting would cost and lose in it."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import tqdm
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..convert import converted_config, extend_positions
+from ..cost import linear_flops, softmax_flops
+from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
+from ..modeling.families import FAMILIES
+from ..modeling.modeling_linattn import LinearAttention, linear_attention
+from ..softmax import AttentionCall, SoftmaxAttention, watch_attention
+from .config import CANDIDATES, AnalyzeConfig
+from .cost import Cost, linear_layers_operations, measure
+from .spectra import HeadStatistics, LayerStatistics, LayerSums
+
+#: Raised when a field changes its meaning.
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Settings that were tried in every layer, without training.
+
+    Attributes:
+        cost: of one attention layer.
+        errors: relative error |ours - softmax| / |softmax| of the output, by layer and head.
+        loss: what the whole model loses with these settings in one layer alone, by layer; see `Analysis.measure`.
+        uniform_loss: the same with these settings in all layers at once.
+    """
+
+    name: str
+    settings: AttentionConfig
+    cost: Cost
+    errors: tuple[tuple[float, ...], ...]
+    loss: tuple[float, ...]
+    uniform_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What `analyze` found.
+
+    Attributes:
+        measure: how a loss is told: "1 - cosine of the pooled embedding" (encoders) or "KL divergence of the next
+            token in nats" (decoders), mean over documents.
+        length, documents: tokens of the longest document, and how many were read.
+        softmax: cost of one softmax attention layer at that length.
+        rest: cost of the whole model but its attention layers; its memory is not known, and 0.
+    """
+
+    model_type: str
+    heads: int
+    head_dim: int
+    measure: str
+    length: int
+    documents: int
+    config: AnalyzeConfig
+    statistics: tuple[LayerStatistics, ...]
+    candidates: tuple[Candidate, ...]
+    softmax: Cost
+    rest: Cost
+
+    @property
+    def layers(self) -> int:
+        """How many attention layers the model has."""
+        return len(self.statistics)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        for plain, candidate in zip(values["candidates"], self.candidates, strict=True):
+            plain["settings"] = candidate.settings.to_dict()
+        return values
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "Analysis":
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: the values are those of a newer version.
+        """
+        values = dict(values)
+        if (version := values.pop("format_version", None)) != FORMAT_VERSION:
+            raise ValueError(f"format_version={version!r} of an analysis; this hf-linattn reads {FORMAT_VERSION}.")
+        values |= {"softmax": Cost(**values["softmax"]), "rest": Cost(**values["rest"])}
+        values["config"] = AnalyzeConfig(**values["config"])
+        values["statistics"] = tuple(
+            LayerStatistics(
+                **_with_tuples({**layer, "heads": [HeadStatistics(**_with_tuples(head)) for head in layer["heads"]]})
+            )
+            for layer in values["statistics"]
+        )
+        values["candidates"] = tuple(
+            Candidate(
+                **_with_tuples(
+                    {
+                        **candidate,
+                        "settings": AttentionConfig.from_dict(candidate["settings"]),
+                        "cost": Cost(**candidate["cost"]),
+                        "errors": [tuple(heads) for heads in candidate["errors"]],
+                    }
+                )
+            )
+            for candidate in values["candidates"]
+        )
+        return Analysis(**values)
+
+    @staticmethod
+    def load(path: str | Path) -> "Analysis":
+        """Read an analysis.json, or the folder that has one."""
+        path = Path(path)
+        path = path / "analysis.json" if path.is_dir() else path
+        return Analysis.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def analyze(
+    model: str | Path | PreTrainedModel,
+    texts: Sequence[str],
+    config: AnalyzeConfig | None = None,
+    *,
+    candidates: Mapping[str, AttentionConfig] | None = None,
+    tokenizer: Any = None,
+    **from_pretrained_kwargs: Any,
+) -> Analysis:
+    """Look at every attention layer of a softmax checkpoint, and try settings in each, without training.
+
+    Documents are read one at a time, and of each one layer at a time, so that memory does not grow with their
+    number. Nothing larger than one head's matrix of `spectrum_length` squared is held.
+
+    Args:
+        model: a Hub id, a folder, or a loaded model; an encoder's embedding is the mean over its tokens.
+        texts: documents; the longest `config.documents` of them are read.
+        config: default: `AnalyzeConfig()`.
+        candidates: name -> settings to try. Default: `hf_linattn.analyze.CANDIDATES`.
+        tokenizer: for a loaded model. Default: the checkpoint's.
+        from_pretrained_kwargs: for an id or folder, passed on to `from_pretrained`.
+
+    Raises:
+        ValueError: the architecture is not supported, or no text is left.
+    """
+    config = AnalyzeConfig() if config is None else config
+    candidates = CANDIDATES if candidates is None else candidates
+    base = model if isinstance(model, PreTrainedModel) else _load(str(model), from_pretrained_kwargs)
+    if base.config.model_type not in FAMILIES:
+        allowed = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"model_type={base.config.model_type!r} is not supported. Supported are: {allowed}.")
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(base.config.name_or_path)
+    documents = tokenized(texts, tokenizer, config.length, config.documents)
+    length = max(len(document) for document in documents)
+    base = extend_positions(base, length, position_extension=config.position_extension)
+    training = base.training
+    try:
+        return _Analyzer(base.eval(), documents, config, candidates, length).run()
+    finally:
+        base.train(training)
+
+
+def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int) -> list[list[int]]:
+    """Token ids of the `count` longest texts, each cut to `length` tokens.
+
+    Raises:
+        ValueError: there is no text.
+    """
+    chosen = sorted((text for text in texts if text.strip()), key=len, reverse=True)[:count]
+    if not chosen:
+        raise ValueError("texts holds no text.")
+    return tokenizer(chosen, truncation=True, max_length=length, verbose=False)["input_ids"]
+
+
+def _load(model_id: str, kwargs: dict[str, Any]) -> PreTrainedModel:
+    model = AutoModel.from_pretrained(model_id, **kwargs)
+    if model.config.model_type in FAMILIES and FAMILIES[model.config.model_type].causal:
+        # what a decoder loses shows in its logits
+        model = AutoModelForCausalLM.from_pretrained(model_id, **kwargs)
+    return model
+
+
+class _Analyzer:
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        documents: list[list[int]],
+        config: AnalyzeConfig,
+        candidates: Mapping[str, AttentionConfig],
+        length: int,
+    ) -> None:
+        self.base, self.documents, self.config, self.length = base, documents, config, length
+        self.causal = FAMILIES[base.config.model_type].causal
+        self.layers = base.config.num_hidden_layers
+        self.settings: dict[str, AttentionConfig] = {}
+        self.modules: dict[str, list[LinearAttention]] = {}
+        self.converted: dict[str, Any] = {}
+        for name, settings in candidates.items():
+            if settings.layers is not None:
+                raise ValueError(
+                    f"candidates[{name!r}].layers={settings.layers} must not be set: every layer is tried."
+                )
+            self.settings[name] = dataclasses.replace(settings, seed=config.seed, max_length=None)
+            self.converted[name] = converted = converted_config(base.config, self.settings[name], config.max_length)
+
+            def make(layer: int, converted: Any = converted) -> LinearAttention:
+                return linear_attention(converted.attention, converted, layer).to(base.device)
+
+            # random features are each layer's own; projections start alike, and take memory
+            performer = isinstance(settings, PerformerConfig)
+            self.modules[name] = [make(layer) for layer in range(self.layers)] if performer else [make(0)] * self.layers
+
+    def run(self) -> Analysis:
+        sums = [
+            LayerSums(
+                layer,
+                causal=self.causal,
+                window_sizes=tuple(self.config.window_sizes),
+                spectrum_length=min(self.config.spectrum_length, self.length),
+                feature_error=self.config.feature_error,
+            )
+            for layer in range(self.layers)
+        ]
+        names = list(self.settings)
+        # squares of errors (candidates, layers, heads) and of softmax (layers, heads)
+        errors: Any = 0.0
+        sizes: Any = 0.0
+        loss = torch.zeros(len(names), self.layers, dtype=torch.float64)
+        together = torch.zeros(len(names), dtype=torch.float64)
+        shape: tuple[int, ...] = ()
+        rounds = len(self.documents) * (1 + len(names) * (self.layers + 1))
+        bar = tqdm(total=rounds, desc="Analyzing", unit="pass", leave=False)
+        for document in self.documents:
+            ids = torch.tensor([document], device=self.base.device)
+            found: list[tuple[Tensor, Tensor]] = []
+
+            def look(call: AttentionCall, found: Any = found) -> None:
+                nonlocal shape
+                shape = tuple(call.query.shape)
+                sums[call.layer].add(call.query[0], call.key[0])
+                wanted = call.output[0].double()
+                apart = [(self._run(name, call)[0].double() - wanted).square().sum((1, 2)) for name in names]
+                found.append((torch.stack(apart).cpu(), wanted.square().sum((1, 2)).cpu()))
+
+            wanted = self._outcome(ids, look)
+            error, size = torch.stack([x for x, _ in found], 1), torch.stack([x for _, x in found])
+            errors, sizes = errors + error, sizes + size
+            bar.update(1)
+            for index, name in enumerate(names):
+                for layer in range(self.layers):
+                    loss[index, layer] += self._loss(wanted, self._outcome(ids, self._instead(name, layer)))
+                    bar.update(1)
+                together[index] += self._loss(wanted, self._outcome(ids, self._instead(name, None)))
+                bar.update(1)
+        bar.close()
+        relative = (errors / sizes.clamp_min(1e-300)).sqrt()
+        softmax, costs, rest = self._costs(shape)
+        count = len(self.documents)
+        return Analysis(
+            model_type=self.base.config.model_type,
+            heads=shape[1],
+            head_dim=shape[3],
+            measure="KL divergence of the next token in nats" if self.causal else "1 - cosine of the pooled embedding",
+            length=self.length,
+            documents=count,
+            config=self.config,
+            statistics=tuple(layer.result() for layer in sums),
+            candidates=tuple(
+                Candidate(
+                    name=name,
+                    settings=self.settings[name],
+                    cost=costs[name],
+                    errors=tuple(tuple(heads) for heads in relative[index].tolist()),
+                    loss=tuple((loss[index] / count).tolist()),
+                    uniform_loss=float(together[index] / count),
+                )
+                for index, name in enumerate(names)
+            ),
+            softmax=softmax,
+            rest=rest,
+        )
+
+    def _run(self, name: str, call: AttentionCall) -> Tensor:
+        module = self.modules[name][call.layer]
+        return module(call.query, call.key, call.value, call.lengths, *((None,) if module.causal else ()))
+
+    def _instead(self, name: str, layer: int | None) -> Callable[[AttentionCall], Tensor | None]:
+        """What puts the candidate in the place of softmax, in one layer or, with None, in all."""
+        return lambda call: self._run(name, call) if layer is None or call.layer == layer else None
+
+    def _outcome(self, ids: Tensor, visit: Callable[[AttentionCall], Tensor | None]) -> Tensor:
+        """The pooled embedding (dim,), or log-probabilities of the next token (length, vocabulary)."""
+        with torch.no_grad(), watch_attention(self.base, visit):
+            if self.causal:
+                return self.base(ids, use_cache=False).logits[0].float().log_softmax(-1)
+            return self.base.base_model(ids).last_hidden_state[0].float().mean(0)
+
+    def _loss(self, wanted: Tensor, found: Tensor) -> float:
+        if self.causal:
+            return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+        return float(1 - F.cosine_similarity(wanted.double(), found.double(), dim=0))
+
+    def _costs(self, shape: tuple[int, ...]) -> tuple[Cost, dict[str, Cost], Cost]:
+        device = self.base.device
+        generator = torch.Generator("cpu").manual_seed(self.config.seed)
+        query, key, value = (
+            torch.randn((1, shape[1], self.length, shape[3]), generator=generator).to(device, self.base.dtype)
+            for _ in range(3)
+        )
+        reference: Any = self.converted[next(iter(self.converted))]
+        exact = SoftmaxAttention(is_causal=self.causal)
+        softmax = measure(lambda: exact(query, key, value, None), device, softmax_flops(reference, self.length))
+        costs = {}
+        for name, modules in self.modules.items():
+            module = modules[0]
+            state = (None,) if module.causal else ()
+            operations = linear_flops(self.converted[name].attention, self.converted[name], self.length)
+            costs[name] = measure(partial(module, query, key, value, None, *state), device, operations)
+        ids = torch.tensor([max(self.documents, key=len)], device=device)
+        body: Any = self.base.base_model
+        options = {"use_cache": False} if self.causal else {}
+        operations = linear_layers_operations(body, lambda: body(ids, **options))
+        whole = measure(lambda: body(ids, **options), device, operations)
+        # what the layers' attention takes of the whole is known from its own measurement
+        rest = Cost(time=max(whole.time - self.layers * softmax.time, 0.0), memory=0.0, operations=operations)
+        return softmax, costs, rest
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists where the fields are tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def settings_by_layer(analysis: Analysis, names: Sequence[str | None]) -> LayerwiseConfig:
+    """The config with the candidate of that name in each layer; None for layers that stay softmax.
+
+    Raises:
+        ValueError: no layer is converted.
+    """
+    by_name = {candidate.name: candidate.settings for candidate in analysis.candidates}
+    return LayerwiseConfig(
+        by_layer={layer: by_name[name] for layer, name in enumerate(names) if name is not None},
+        max_length=analysis.config.max_length,
+        seed=analysis.config.seed,
+    )

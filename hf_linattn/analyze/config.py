@@ -1,0 +1,74 @@
+"""What an analysis looks at, and the settings that it tries."""
+
+from dataclasses import dataclass, field, fields
+
+from ..modeling.configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
+
+#: Settings that are tried in every layer unless others are given.
+CANDIDATES: dict[str, AttentionConfig] = {
+    "window 16": LinformerConfig(projection_length=16, window_size=16, global_tokens=1, far=False),
+    "window 32": LinformerConfig(projection_length=16, window_size=32, global_tokens=1, far=False),
+    "window 64": LinformerConfig(projection_length=16, window_size=64, global_tokens=1, far=False),
+    "Linformer k=32": LinformerConfig(projection_length=32, global_tokens=1),
+    "Linformer k=64": LinformerConfig(projection_length=64, global_tokens=1),
+    "Linformer k=128": LinformerConfig(projection_length=128, global_tokens=1),
+    "Linformer k=256": LinformerConfig(projection_length=256, global_tokens=1),
+    "window 16 + k=32": LinformerConfig(projection_length=32, window_size=16, global_tokens=1),
+    "window 32 + k=32": LinformerConfig(projection_length=32, window_size=32, global_tokens=1),
+    "window 32 + k=64": LinformerConfig(projection_length=64, window_size=32, global_tokens=1),
+    "window 64 + k=64": LinformerConfig(projection_length=64, window_size=64, global_tokens=1),
+    "window 128 + k=64": LinformerConfig(projection_length=64, window_size=128, global_tokens=1),
+    "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
+    "window 64 + m=64": PerformerConfig(num_features=64, feature_map="learned", window_size=64, global_tokens=1),
+}
+
+
+@dataclass(kw_only=True)
+class AnalyzeConfig:
+    """How an analysis is made.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names it.
+    """
+
+    length: int = field(
+        default=512, metadata={"help": "Tokens of each document that are read, and the length that costs are told for."}
+    )
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest document that the converted model shall read; a decoder's summaries depend on it. "
+            "Default: as many tokens as the checkpoint has positions."
+        },
+    )
+    documents: int = field(default=8, metadata={"help": "How many documents are read."})
+    spectrum_length: int = field(
+        default=512,
+        metadata={"help": "First tokens of each document whose attention is decomposed; takes the cube in time."},
+    )
+    window_sizes: list[int] = field(
+        default_factory=lambda: [16, 64, 128],
+        metadata={"help": "Distances in tokens within which the attention mass is told."},
+    )
+    feature_error: float = field(
+        default=0.1, metadata={"help": "Relative error of FAVOR+'s estimate for which the number of features is told."}
+    )
+    position_extension: str = field(
+        default="repeat", metadata={"help": "How positions beyond the checkpoint's get their embeddings."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of random features."})
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            values = value if f.name == "window_sizes" else [value]
+            if value is None:
+                continue
+            if f.name not in ("feature_error", "position_extension"):
+                least = 0 if f.name == "seed" else 1
+                if not values or any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in values):
+                    raise ValueError(f"{f.name}={value!r} must be of integers of at least {least}.")
+        if not isinstance(self.feature_error, (int, float)) or not 0 < self.feature_error < 1:
+            raise ValueError(f"feature_error={self.feature_error!r} must be a number between 0 and 1.")
+        if self.max_length is not None and self.max_length < self.length:
+            raise ValueError(f"max_length={self.max_length} is less than length={self.length}.")

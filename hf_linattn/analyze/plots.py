@@ -1,0 +1,107 @@
+"""The pictures of an analysis. Matplotlib is optional: `pip install hf-linattn[plots]`."""
+
+from pathlib import Path
+from typing import Any
+
+from ..report_parts import save_figure
+from .analysis import Analysis
+from .suggest import Suggestion, described
+
+# Singular values below this share of the first one are rounding.
+_SMALLEST = 1e-6
+# How many settings' errors are drawn side by side.
+_MAPS = 4
+
+
+def draw_plots(analysis: Analysis, folder: Path, suggestion: Suggestion | None = None) -> list[Path]:
+    """Spectra, energy, errors by layer and head, and quality against cost, written to `folder`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    return [
+        _curves(analysis, "spectrum", folder / "spectrum.png"),
+        _curves(analysis, "energy", folder / "energy.png"),
+        _errors(analysis, folder / "errors.png"),
+        _quality(analysis, suggestion, folder / "quality-cost.png"),
+    ]
+
+
+def _curves(analysis: Analysis, kind: str, path: Path) -> Path:
+    """Singular values, or the energy that the first of them hold: one line for each layer, mean over heads."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4))
+    colours = plt.get_cmap("viridis")
+    for axes, name, title in zip(panels, ("logit", "attention"), ("q k^T", "softmax(q k^T)"), strict=True):
+        for layer in analysis.statistics:
+            values = getattr(layer, f"{name}_{kind}")
+            shown = [(i, value) for i, value in enumerate(values, start=1) if kind == "energy" or value > _SMALLEST]
+            colour = colours(layer.layer / max(analysis.layers - 1, 1))
+            axes.plot(*zip(*shown, strict=True), color=colour, label=f"layer {layer.layer}")
+        axes.axvline(analysis.head_dim, color="0.4", linestyle="--", linewidth=1)
+        axes.text(analysis.head_dim, 1.0, " head_dim", color="0.4", va="bottom", fontsize=8)
+        axes.set_xscale("log")
+        axes.set_title(title)
+        axes.set_xlabel("singular value, by size")
+        axes.grid(alpha=0.3)
+        if kind == "spectrum":
+            axes.set_yscale("log")
+    panels[0].set_ylabel("relative to the first" if kind == "spectrum" else "share of the energy up to it")
+    if analysis.layers <= 12:
+        panels[1].legend(fontsize=8)
+    else:
+        scale = plt.cm.ScalarMappable(plt.Normalize(0, analysis.layers - 1), colours)
+        figure.colorbar(scale, ax=panels[1], label="layer")
+    return save_figure(figure, path)
+
+
+def _errors(analysis: Analysis, path: Path) -> Path:
+    """Relative error of the output by layer and head, of the settings that lose least, most and in between."""
+    import matplotlib.pyplot as plt
+
+    ranked = sorted(analysis.candidates, key=lambda candidate: candidate.uniform_loss)
+    steps = min(_MAPS, len(ranked))
+    chosen = [ranked[round(i * (len(ranked) - 1) / max(steps - 1, 1))] for i in range(steps)]
+    figure, panels = plt.subplots(1, steps, figsize=(3.2 * steps, 0.25 * analysis.layers + 2.2), squeeze=False)
+    image: Any = None
+    for axes, candidate in zip(panels[0], chosen, strict=True):
+        image = axes.imshow(candidate.errors, vmin=0, vmax=1, cmap="magma_r", aspect="auto")
+        axes.set_title(candidate.name, fontsize=9)
+        axes.set_xlabel("head")
+    panels[0][0].set_ylabel("layer")
+    figure.colorbar(image, ax=panels[0][-1], label="relative error")
+    return save_figure(figure, path)
+
+
+def _quality(analysis: Analysis, suggestion: Suggestion | None, path: Path) -> Path:
+    """Loss against time and operations, of every setting in all layers, and of the suggestion."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
+    uniform = [
+        (candidate, described(analysis, (candidate.name,) * analysis.layers)) for candidate in analysis.candidates
+    ]
+    for axes, unit in zip(panels, ("time", "operations"), strict=True):
+        for candidate, cost in uniform:
+            # next to nothing is drawn at the edge
+            loss = max(candidate.uniform_loss, 1e-6)
+            axes.plot(getattr(cost, unit), loss, "o", color="C0")
+            axes.annotate(
+                candidate.name, (getattr(cost, unit), loss), fontsize=7, xytext=(4, 3), textcoords="offset points"
+            )
+        if suggestion is not None:
+            axes.plot(getattr(suggestion, unit), max(suggestion.expected_loss, 1e-6), "*", color="C3", markersize=14)
+        axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1)
+        axes.set_yscale("log")
+        axes.set_xlabel(f"{unit} of the model, softmax = 1, at {analysis.length:,} tokens")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(analysis.measure)
+    if suggestion is not None:
+        panels[0].plot([], [], "*", color="C3", markersize=12, label="suggestion (expected)")
+        panels[0].plot([], [], "o", color="C0", label="one setting in all layers")
+        panels[0].legend(fontsize=8)
+    return save_figure(figure, path)

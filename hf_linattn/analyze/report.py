@@ -1,0 +1,139 @@
+"""What an analysis found, as a folder: analysis.json, suggestion.json, report.md and plots."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..report_parts import attention_text, machine, machine_text, table, write_whole
+from .analysis import Analysis, Candidate
+from .plots import draw_plots
+from .spectra import SHARES, LayerStatistics
+from .suggest import BUDGETS, Suggestion, described
+
+
+def write_report(
+    analysis: Analysis, folder: str | Path, *, suggestion: Suggestion | None = None, name: str = "", command: str = ""
+) -> Path:
+    """Write the files, each whole, and the plots where matplotlib is installed.
+
+    Args:
+        folder: is made if it is not there; what an earlier analysis left is replaced.
+        suggestion: marked in the plots, and written as suggestion.json for `hf-linattn convert --config`.
+        name: of the checkpoint, for the title.
+        command: what made it.
+
+    Returns:
+        The path of report.md.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "analysis.json", json.dumps(analysis.to_dict(), indent=1) + "\n")
+    if suggestion is not None:
+        write_whole(folder / "suggestion.json", json.dumps(suggestion.to_dict(), indent=1) + "\n")
+    try:
+        plots = draw_plots(analysis, folder, suggestion)
+    except ImportError:
+        plots = []
+    write_whole(folder / "report.md", markdown(analysis, suggestion, plots, name=name, command=command))
+    return folder / "report.md"
+
+
+def markdown(
+    analysis: Analysis, suggestion: Suggestion | None, plots: list[Path], *, name: str = "", command: str = ""
+) -> str:
+    """The report as text."""
+    made = f"Made on {machine_text(machine())}" + (f" by\n\n```bash\n{command}\n```" if command else ".")
+    parts = [
+        f"# Attention of {name or analysis.model_type}",
+        f"{analysis.layers} layers, {analysis.heads} heads of {analysis.head_dim}; {analysis.documents} documents of "
+        f"up to {analysis.length:,} tokens. {made}",
+        "## Layers",
+        "How many singular values hold "
+        + ", ".join(f"{share:.0%}" for share in SHARES)
+        + f" of the energy of q k^T (at most {analysis.head_dim}, the head's size) and of its softmax (first "
+        f"{min(analysis.config.spectrum_length, analysis.length):,} tokens); entropy in nats; weight on the first "
+        "token and on keys less than so many tokens away; norms of queries and keys with the softmax scale in them; "
+        f"m is the number of FAVOR+ features for a relative error of {analysis.config.feature_error:g} of exp(q.k) "
+        "(Lemma 2). Means over heads, and the range over heads of the ranks at 90%.",
+        layer_table(analysis),
+        "## Candidates",
+        f"Without training: the loss of the whole model ({analysis.measure}) with a setting in all layers and the sum "
+        "of what it loses in each layer alone; relative error of the layers' outputs; and what the model takes of "
+        "softmax's time and operations, and its largest attention layer of memory.",
+        candidate_table(analysis),
+    ]
+    if suggestion is not None:
+        parts += ["## Suggestion", suggestion_text(analysis, suggestion)]
+    parts += [f"![{path.stem}]({path.name})" for path in plots]
+    return "\n\n".join(parts) + "\n"
+
+
+def layer_table(analysis: Analysis) -> str:
+    """One row for each layer."""
+    sizes = analysis.config.window_sizes
+    head = ["layer", "rank of q k^T", "rank of softmax", "90%, by head", "entropy", "first token"]
+    head += [f"within {size}" for size in sizes] + ["norm of q", "norm of k", "log10 m"]
+    return table(head, [_layer_row(layer) for layer in analysis.statistics])
+
+
+def _layer_row(layer: LayerStatistics) -> list[str]:
+    heads = layer.heads
+
+    def mean(values: Any) -> float:
+        listed = list(values)
+        return sum(listed) / len(listed)
+
+    def ranks(name: str) -> str:
+        return " / ".join(f"{mean(getattr(head, name)[index] for head in heads):.0f}" for index in range(len(SHARES)))
+
+    at_least = [head.attention_rank[0] for head in heads]
+    return [
+        str(layer.layer),
+        ranks("logit_rank"),
+        ranks("attention_rank"),
+        f"{min(at_least):.0f} to {max(at_least):.0f}",
+        f"{mean(head.entropy for head in heads):.2f}",
+        f"{mean(head.first_mass for head in heads):.2f}",
+        *(f"{mean(h.window_mass[index] for h in heads):.2f}" for index in range(len(heads[0].window_mass))),
+        f"{mean(head.query_norm for head in heads):.2f}",
+        f"{mean(head.key_norm for head in heads):.2f}",
+        f"{mean(head.log10_features for head in heads):.1f}",
+    ]
+
+
+def candidate_table(analysis: Analysis) -> str:
+    """One row for each setting, in all layers."""
+    rows = []
+    for candidate in analysis.candidates:
+        cost = described(analysis, (candidate.name,) * analysis.layers)
+        errors = layer_errors(candidate)
+        rows.append(
+            [
+                candidate.name,
+                f"{candidate.uniform_loss:.4g}",
+                f"{sum(candidate.loss):.4g}",
+                f"{min(errors):.2f} to {max(errors):.2f}",
+                *(f"{getattr(cost, unit):.2f}" for unit in BUDGETS),
+            ]
+        )
+    return table(["setting", "loss", "sum of layers alone", "error of layers", *BUDGETS], rows)
+
+
+def layer_errors(candidate: Candidate) -> list[float]:
+    """Relative error of each layer: root mean square over its heads."""
+    return [(sum(x * x for x in heads) / len(heads)) ** 0.5 for heads in candidate.errors]
+
+
+def suggestion_text(analysis: Analysis, suggestion: Suggestion) -> str:
+    """The settings of each layer, and what is expected of them."""
+    by_layer = suggestion.config.by_layer
+    rows = [
+        [str(layer), name or "softmax", attention_text(by_layer[layer].to_dict()) if name else ""]
+        for layer, name in enumerate(suggestion.names)
+    ]
+    expected = ", ".join(f"{getattr(suggestion, unit):.2f} of {unit}" for unit in BUDGETS)
+    return (
+        f"Expected, without training: a loss of {suggestion.expected_loss:.4g} ({analysis.measure}), and relative to "
+        f"softmax {expected}.\n\n{table(['layer', 'candidate', 'settings'], rows)}\n\n"
+        "`hf-linattn convert MODEL --config suggestion.json --output DIR` makes it."
+    )

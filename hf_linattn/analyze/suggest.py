@@ -1,0 +1,176 @@
+"""Which settings to give which layer, from an analysis, under a budget or for a wanted fidelity."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..modeling.configuration_linattn import LayerwiseConfig
+from .analysis import Analysis, settings_by_layer
+
+#: What a budget can be about.
+BUDGETS = ("time", "memory", "operations")
+# Partial choices that are kept, of those that no other one beats in both cost and loss.
+_KEPT = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Settings for each layer, and what is to be expected of them.
+
+    Attributes:
+        names: the candidate of each layer; None where softmax stays.
+        config: what `convert` takes.
+        expected_loss: as the analysis measures it, without training, on documents like those that it read.
+        time, operations: of the whole model, and memory: of the attention layer that takes most, each relative to
+            softmax at the length of the analysis.
+    """
+
+    names: tuple[str | None, ...]
+    config: LayerwiseConfig
+    expected_loss: float
+    time: float
+    memory: float
+    operations: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; its `config` is what `hf-linattn convert --config` reads."""
+        return {
+            "config": self.config.to_dict(),
+            "names": list(self.names),
+            "expected_loss": self.expected_loss,
+            **{name: getattr(self, name) for name in BUDGETS},
+        }
+
+
+def suggest(
+    analysis: Analysis,
+    *,
+    time: float | None = None,
+    memory: float | None = None,
+    operations: float | None = None,
+    fidelity: float | None = None,
+) -> Suggestion:
+    """The choice of settings by layer that loses least within a budget, or costs least at a wanted fidelity.
+
+    A loss in one layer is what the whole model lost there alone, times what all layers together lose more or less than
+    the sum of them, as measured with the same settings in all layers. Losses of layers are added up, which holds as
+    far as they are small.
+
+    Args:
+        analysis: of `analyze`.
+        time, memory, operations: at most this much of what softmax takes at the length of the analysis; the first
+            and the last of the whole model, memory of its largest attention layer.
+        fidelity: for encoders at least this cosine, for decoders at most this KL divergence in nats, for the least
+            time, or operations if `operations` is given as well.
+
+    Raises:
+        ValueError: nothing is wanted, or no choice reaches it; the message tells what can be reached.
+    """
+    budgets = {"time": time, "memory": memory, "operations": operations}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    if not given and fidelity is None:
+        raise ValueError("Give a budget (time, memory or operations) or a wanted fidelity.")
+    for name, value in {**given, **({} if fidelity is None else {"fidelity": fidelity})}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(f"{name}={value!r} must be a number above 0.")
+    if time is not None and operations is not None:
+        raise ValueError(f"time={time} and operations={operations}: give one of them.")
+    unit = "operations" if operations is not None else "time"
+    choices = [
+        name for name in _costs(analysis, "memory") if memory is None or relative(analysis, [name], "memory") <= memory
+    ]
+    if not any(name is not None for name in choices):
+        least = min(relative(analysis, [c.name], "memory") for c in analysis.candidates)
+        raise ValueError(f"memory={memory}: the least that a candidate takes is {least:.3g} times softmax's.")
+    front = [
+        (cost, loss, names)
+        for cost, loss, names in _front(analysis, choices, unit)
+        if any(x is not None for x in names)
+    ]
+    wanted = None if fidelity is None else _allowed_loss(analysis, fidelity)
+    limit = given.get(unit)
+    within = [
+        (cost, loss, names)
+        for cost, loss, names in front
+        if (limit is None or relative(analysis, names, unit) <= limit) and (wanted is None or loss <= wanted)
+    ]
+    if not within:
+        cheapest, nearest = front[0], front[-1]
+        raise ValueError(
+            f"No choice has {', '.join(f'{k}={v}' for k, v in given.items())}"
+            + (f" fidelity={fidelity}" if fidelity is not None else "")
+            + f". The cheapest takes {relative(analysis, cheapest[2], unit):.3f} of softmax's {unit} with an expected "
+            f"loss of {cheapest[1]:.3g}; the nearest to the original {relative(analysis, nearest[2], unit):.3f} with "
+            f"{nearest[1]:.3g} ({analysis.measure})."
+        )
+    best = min(within, key=lambda choice: (choice[1], choice[0]) if wanted is None else (choice[0], choice[1]))
+    return described(analysis, best[2])
+
+
+def described(analysis: Analysis, names: tuple[str | None, ...]) -> Suggestion:
+    """What is to be expected of the candidates of these names in the layers, first layer first."""
+    losses = _losses(analysis)
+    return Suggestion(
+        names=names,
+        config=settings_by_layer(analysis, names),
+        expected_loss=sum(losses[layer][name] for layer, name in enumerate(names)),
+        **{unit: relative(analysis, names, unit) for unit in BUDGETS},
+    )
+
+
+def relative(analysis: Analysis, names: Any, unit: str) -> float:
+    """Cost of the model with these candidates in its layers, softmax in all of them being 1."""
+    costs = _costs(analysis, unit)
+    if unit == "memory":
+        return max(costs[name] for name in names) / costs[None]
+    rest = getattr(analysis.rest, unit)
+    return (rest + sum(costs[name] for name in names)) / (rest + analysis.layers * costs[None])
+
+
+def _costs(analysis: Analysis, unit: str) -> dict[str | None, float]:
+    """Name -> cost of one layer; None is softmax."""
+    costs: dict[str | None, float] = {None: getattr(analysis.softmax, unit)}
+    return costs | {candidate.name: getattr(candidate.cost, unit) for candidate in analysis.candidates}
+
+
+def _losses(analysis: Analysis) -> list[dict[str | None, float]]:
+    """By layer, name -> its part of the loss of the whole."""
+    losses: list[dict[str | None, float]] = [{None: 0.0} for _ in range(analysis.layers)]
+    for candidate in analysis.candidates:
+        # rounding can make a loss that is next to nothing negative
+        alone = [max(loss, 0.0) for loss in candidate.loss]
+        together = candidate.uniform_loss / max(sum(alone), 1e-12)
+        for layer, loss in enumerate(alone):
+            losses[layer][candidate.name] = loss * together
+    return losses
+
+
+def _allowed_loss(analysis: Analysis, fidelity: float) -> float:
+    if analysis.measure.startswith("1 - cosine"):
+        if fidelity > 1:
+            raise ValueError(f"fidelity={fidelity} must be a cosine, at most 1.")
+        return 1 - fidelity
+    return fidelity
+
+
+_Choice = tuple[float, float, tuple[str | None, ...]]
+
+
+def _front(analysis: Analysis, names: list[str | None], unit: str) -> list[_Choice]:
+    """Choices for all layers that no other one beats in both cost and loss, cheapest first."""
+    costs, losses = _costs(analysis, unit), _losses(analysis)
+    front: list[_Choice] = [(0.0, 0.0, ())]
+    for layer in range(analysis.layers):
+        more: list[_Choice] = [
+            (cost + costs[name], loss + losses[layer][name], (*chosen, name))
+            for cost, loss, chosen in front
+            for name in names
+        ]
+        more.sort(key=lambda choice: choice[:2])
+        front = []
+        for choice in more:
+            if not front or choice[1] < front[-1][1]:
+                front.append(choice)
+        if len(front) > _KEPT:
+            step = (len(front) - 1) / (_KEPT - 1)
+            front = [front[round(index * step)] for index in range(_KEPT)]
+    return front

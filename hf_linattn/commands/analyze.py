@@ -1,0 +1,66 @@
+"""`hf-linattn analyze`: look at a checkpoint's attention, and suggest what to convert with what."""
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..analyze import Analysis, AnalyzeConfig, analyze, suggest
+from ..analyze.report import layer_table, suggestion_text, write_report
+from ..documents import DataConfig, load_documents
+from .options import add_options, taken
+
+
+@dataclass(kw_only=True)
+class AnalyzeOptions:
+    """Options of `hf-linattn analyze` beside those of the data and the analysis."""
+
+    output: str = field(metadata={"help": "Folder of the report. An analysis that is there is not made again."})
+    texts: str | None = field(default=None, metadata=DataConfig.__dataclass_fields__["dataset"].metadata)
+    time: float | None = field(
+        default=None,
+        metadata={"help": "Suggest for this budget: time of the whole model, relative to softmax at --length."},
+    )
+    memory: float | None = field(
+        default=None, metadata={"help": "The same for the memory of an attention layer, of which softmax takes least."}
+    )
+    operations: float | None = field(
+        default=None, metadata={"help": "The same for the operations of the whole model, counted and not timed."}
+    )
+    fidelity: float | None = field(
+        default=None,
+        metadata={"help": "Suggest the cheapest choice with this cosine (encoders) or KL divergence (decoders)."},
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("model", metavar="ID_OR_FOLDER", help="Hub id or folder of the softmax checkpoint.")
+    add_options(parser, AnalyzeOptions)
+    add_options(parser.add_argument_group("data"), DataConfig, skip=frozenset({"dataset"}))
+    add_options(parser.add_argument_group("analysis"), AnalyzeConfig)
+    parser.set_defaults(command_line="")
+
+
+def run(given: dict[str, Any]) -> None:
+    """Analyze, or take the analysis that is there; suggest if asked for; write the report."""
+    options, command = taken(given, AnalyzeOptions), given.pop("command_line")
+    model = given.pop("model")
+    selection = {f.name: given.pop(f.name) for f in dataclasses.fields(DataConfig) if f.name in given}
+    config = taken(given, AnalyzeConfig)
+    kept = Path(options.output) / "analysis.json"
+    if kept.exists() and options.texts is None:
+        analysis = Analysis.load(kept)
+    elif options.texts is None:
+        raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
+    else:
+        documents = load_documents(DataConfig(dataset=options.texts, **selection))
+        analysis = analyze(model, [document.text for document in documents.documents], config)
+    wanted = {name: getattr(options, name) for name in ("time", "memory", "operations", "fidelity")}
+    suggestion = suggest(analysis, **wanted) if any(x is not None for x in wanted.values()) else None
+    # a folder's name, not where it lies
+    name = Path(model).absolute().name if Path(model).is_dir() else model
+    path = write_report(analysis, options.output, suggestion=suggestion, name=name, command=command)
+    print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
+    print(f"\nWritten: {path}, analysis.json and plots.")
