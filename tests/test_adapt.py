@@ -174,6 +174,20 @@ def test_a_perfect_student_has_no_loss(config: AttentionConfig) -> None:
         assert stage(batch).loss.item() == pytest.approx(0.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_teacher_of_more_precision_than_its_student(family: str) -> None:
+    """DeepSpeed casts the weights that it trains, and not the teacher's."""
+    model = converted_model(LEARNED, family)
+    teacher, batch = softmax_teacher(model), inputs_for("AutoModel")
+    options = {"hidden_weight": 1.0, "embedding_weight": 1.0, "logits_weight": 0.0, "temperature": 1.0}
+    stages = [Transfer(model, model, teacher)]
+    stages += [Distil(model, model, teacher, pooling="mean", **options)] if family == "bert" else []
+    expected = [stage(batch).loss.item() for stage in stages]
+    model.bfloat16()
+    assert [stage(batch).loss.item() for stage in stages] == pytest.approx(expected, rel=0.1)
+    assert teacher.dtype == torch.float32
+
+
 def test_branches_are_switched_off_for_a_while_and_never_all() -> None:
     model = converted_model(LEARNED)
     batch = inputs_for("AutoModel")

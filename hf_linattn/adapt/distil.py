@@ -7,7 +7,7 @@ from torch import nn
 from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
 from .losses import divergence, mean_cosine, pooled, real_tokens, relative_error
-from .stage import Batch, Stage, StageOutput, inputs_of
+from .stage import Batch, Stage, StageOutput, in_precision_of, inputs_of
 
 
 class Distil(Stage):
@@ -37,7 +37,7 @@ class Distil(Stage):
 
     def forward(self, batch: Batch) -> StageOutput:
         options = {"output_hidden_states": True} | ({"use_cache": False} if self.causal else {})
-        with torch.no_grad():
+        with torch.no_grad(), in_precision_of(self.student):
             wanted = self.teacher(**inputs_of(batch), **options)
         found = self.model(**inputs_of(batch), **options)
         # without the embeddings, which are the same until they are trained

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, tqdm
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from . import checkpoints
 from .config import AdaptConfig
@@ -21,6 +22,8 @@ from .sequences import collate
 from .stage import Batch, Stage, branches
 
 Rows = list[dict[str, Any]]
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -80,6 +83,11 @@ class Loop:
             # it cannot tell by itself without a data loader
             share = config.batch_size // accelerator.num_processes
             plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = share
+            if progress.step:
+                logger.warning(
+                    "DeepSpeed keeps Adam's moments and float32 weights to itself, and checkpoints do not have them: "
+                    f"the run goes on from the weights of step {progress.step} with moments that start anew."
+                )
         optimizer: Any = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2))
         wrapped, optimizer = accelerator.prepare(self.stage, optimizer)
         stage: Stage = accelerator.unwrap_model(wrapped)
@@ -180,7 +188,9 @@ class Loop:
         norms = {}
         for name, members in trained_by_group(model):
             squares = [_norm(p.grad) ** 2 for _, p in members if p.grad is not None]
-            norms[f"gradient_norm/{name}"] = math.sqrt(sum(squares))
+            # DeepSpeed has taken its step by now, and the gradients with it
+            if squares:
+                norms[f"gradient_norm/{name}"] = math.sqrt(sum(squares))
         return norms
 
     def _stop_if_not_finite(

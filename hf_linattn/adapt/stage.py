@@ -1,9 +1,10 @@
 """What the three stages have in common: a module whose forward pass is the loss of a batch."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
@@ -61,6 +62,14 @@ class Stage(nn.Module):
 def inputs_of(batch: Batch) -> Batch:
     """What a base model takes of a batch."""
     return {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+
+
+def in_precision_of(student: nn.Module) -> AbstractContextManager[Any]:
+    """For the teacher: DeepSpeed casts the weights that it trains, and does not know of the teacher's."""
+    parameter = next(student.parameters())
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return nullcontext()
+    return torch.autocast(parameter.device.type, parameter.dtype)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
 from .losses import mean_cosine, real_tokens, relative_error
-from .stage import Batch, Stage, StageOutput, inputs_of
+from .stage import Batch, Stage, StageOutput, in_precision_of, inputs_of
 
 
 class Transfer(Stage):
@@ -55,7 +55,7 @@ def _teacher_path(
 
     def ask_teacher(attention: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with torch.no_grad():
+            with torch.no_grad(), in_precision_of(student):
                 attention(*args, **kwargs)
 
         return hook
