@@ -5,7 +5,6 @@ Shapes: a *row* is one document of a batch; its keys stand left-aligned, `length
 the query's block or in one of its two neighbours; every other key is *far*.
 """
 
-from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -66,25 +65,22 @@ def near_keys(lengths: Tensor, blocks: int, window: int, first: int, start: int 
     return (position >= first) & (position < lengths[:, None, None])
 
 
-def far_sums(per_block: Tensor) -> Tensor:
-    """Sums over all blocks that are not near, from sums per block: (..., blocks, rows, dim), same shape out.
-
-    Blocks before and blocks after are added up apart. Subtracting the near blocks from a total would
-    be one pass fewer, but would leave only rounding where the near blocks hold almost everything.
-    """
-    return _over_far(per_block, torch.add, 0.0)
-
-
 def far_maxima(per_block: Tensor) -> Tensor:
-    """`far_sums` with the maximum in place of the sum; -inf where nothing is far."""
-    return _over_far(per_block, torch.maximum, float("-inf"))
+    """Largest entries of all blocks that are not near: (..., blocks, rows, dim), same shape out; -inf where none is."""
+    blocks = per_block.unbind(-3)
+    nothing = torch.full_like(blocks[0], float("-inf"))
+    before = [nothing, nothing, *accumulate(blocks[:-2], torch.maximum)]
+    after = [nothing, nothing, *accumulate(reversed(blocks[2:]), torch.maximum)]
+    pairs = zip(before, reversed(after[: len(blocks)]), strict=False)
+    return torch.stack([torch.maximum(*pair) for pair in pairs], dim=-3)
 
 
 class FarSums:
     """sum over far tokens j of weights[:, j] x[j] for each block of queries, a run of blocks at a time.
 
     Memory is that of one run: what lies before it is carried from run to run, what lies after it is added up
-    ahead. As in `far_sums` nothing is subtracted.
+    ahead. Subtracting the near blocks from a total would be less work, but would leave only rounding where the near
+    blocks hold almost everything.
 
     Args:
         weights: (batch or 1, heads or 1, rows, length).
@@ -161,16 +157,6 @@ def between(x: Tensor, begin: int, end: int, dim: int) -> Tensor:
     return F.pad(part, (0, 0) * trailing + (max(-begin, 0), max(end - length, 0)))
 
 
-def _over_far(per_block: Tensor, combine: Callable[[Tensor, Tensor], Tensor], none: float) -> Tensor:
-    # one addition after the other: several times faster on a CPU than a cumulative sum over a dimension that
-    # is not the last
-    blocks = per_block.unbind(-3)
-    nothing = torch.full_like(blocks[0], none)
-    before = [nothing, nothing, *accumulate(blocks[:-2], combine)]
-    after = [nothing, nothing, *accumulate(reversed(blocks[2:]), combine)]
-    return torch.stack([combine(*pair) for pair in zip(before, reversed(after[: len(blocks)]), strict=False)], dim=-3)
-
-
 def near_mask(length: int, lengths: Tensor | None, window: int, global_tokens: int, device: torch.device) -> Tensor:
     """Quadratic reference: which keys are near which query, shape (batch, length, length), bool."""
     position = torch.arange(length, device=device)
@@ -180,6 +166,15 @@ def near_mask(length: int, lengths: Tensor | None, window: int, global_tokens: i
         block = position // window
         near = near | ((block[:, None] - block[None, :]).abs() <= 1)
     return near.expand(length, length) & real[:, None, :]
+
+
+def near_tokens(x: Tensor, begin: int, end: int, window: int) -> Tensor:
+    """Blocks begin .. end - 1 with their neighbours, (batch, blocks, 3 * window, heads, dim), a view.
+
+    x is (batch, length, heads, dim); zeros where there is no block before the first or after the last.
+    """
+    blocks = between(x, (begin - 1) * window, (end + 1) * window, dim=1).unfold(1, 3 * window, window)
+    return blocks.permute(0, 1, 4, 2, 3)
 
 
 def at(x: Tensor, index: Tensor) -> Tensor:

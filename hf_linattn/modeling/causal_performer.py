@@ -18,17 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import after_end, at, first_tokens, from_blocks, last_tokens, to_blocks
+from .blocks import after_end, at, between, first_tokens, from_blocks, last_tokens, to_blocks
 from .cache import LinAttnCacheLayer
 from .feature_maps import FeatureMap, Features
-from .feature_sums import add, bounded_features, expand, features_in_blocks, floor_mass, read, rescale, sum_up
-from .joined_softmax import NEVER, Partial, exact_part, finite, join
+from .feature_sums import (
+    add,
+    bounded_features,
+    expand,
+    expand_to_one,
+    features_in_blocks,
+    floor_mass,
+    read,
+    rescale,
+    sum_up,
+)
+from .joined_softmax import NEVER, Partial, exact_part, finite, join, masked
 from .performer import PerformerAttention
 
 # Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.
-_CHUNK, _LEAST_CHUNK = 128, 64
+_CHUNK, _LEAST_CHUNK = int(__import__("os").environ.get("CH", "64")), 64
 # Tokens that are worked on at a time.
-_PIECE = 1024
+_PIECE = int(__import__("os").environ.get("PC", "1024"))
 # Least estimate, as a share of what the scales of a query and a key allow. Smaller ones would be lost to
 # underflow, and with no other key in sight (window_size=0) a query would be left with no mass at all.
 _LEAST_ESTIMATE = 1e-30
@@ -88,7 +98,7 @@ def _far_part(
     query: Features,
     key: Features,
     value_and_one: Tensor,
-    held: Tensor,
+    held: Tensor | None,
     sums: Tensor,
     shift: Tensor,
     *,
@@ -103,13 +113,15 @@ def _far_part(
         key, value_and_one: of keys `window` ranks earlier: in these positions a query sees all keys of
             earlier blocks, or, with window = 0, all keys up to its own.
         held: (rows, length) bool, which keys are real and not global; none before the first of them is seen.
+            None for all.
         sums, shift: of earlier keys.
     """
     length = query.log_phi.shape[2]
     query, key = features_in_blocks(query, chunk), features_in_blocks(key, chunk)
     value_and_one = to_blocks(value_and_one, chunk)
-    # (rows, 1, chunks, chunk, 1)
-    held = held.unflatten(1, (-1, chunk))[:, None, ..., None]
+    if held is not None:
+        # (rows, 1, chunks, chunk, 1)
+        held = held.unflatten(1, (-1, chunk))[:, None, ..., None]
 
     before, before_shift, sums, shift = _scan(sums, shift, *sum_up(key, value_and_one, held))
     if window == chunk:
@@ -118,28 +130,30 @@ def _far_part(
 
     # Keys of the same chunk, as pairs. Their scale per feature is that of earlier chunks and of the first
     # key in this one: the rest must not matter to queries that do not see it.
-    first = held.to(torch.uint8).argmax(3, keepdim=True)
-    log_first = key.log_phi.detach().take_along_dim(first, dim=3)
-    log_first = log_first.masked_fill(~held.any(3, keepdim=True), NEVER)
+    log_first = key.log_phi.detach()[:, :, :, :1]
+    if held is not None:
+        first = held.to(torch.uint8).argmax(3, keepdim=True)
+        log_first = key.log_phi.detach().take_along_dim(first, dim=3)
+        log_first = log_first.masked_fill(~held.any(3, keepdim=True), NEVER)
     base = torch.maximum(before_shift, log_first)
     before, base = rescale(before, before_shift, base), finite(base)
-    read_shift = (query.log_phi + base).detach().amax(-1, keepdim=True)
-    phi_query = expand(query, base - read_shift)
+    phi_query, read_shift = expand_to_one(query, base)
     # and per key a scale of its own, (batch, heads, chunks, chunk, 1), given back below
-    key_shift = (key.log_phi - base).detach().amax(-1, keepdim=True)
-    phi_key = expand(key, -base - key_shift)
-    key_shift = key_shift.masked_fill(~held, NEVER)
+    phi_key, key_shift = expand_to_one(key, -base)
+    if held is not None:
+        key_shift = key_shift.masked_fill(~held, NEVER)
     level = _running_level(key_shift, window)
     # the largest scale that a query finds; that of the earlier chunks is 0
     level = torch.maximum(level, torch.zeros_like(level).masked_fill(before_shift[..., :1] == NEVER, NEVER))
     position = torch.arange(chunk, device=level.device)
     seen = position[:, None] // window > position // window if window else position[:, None] >= position
-    scale = (key_shift.transpose(-1, -2) - finite(level)).masked_fill(~seen, NEVER).exp()
+    difference = masked(key_shift.transpose(-1, -2) - finite(level), ~seen)
+    scale = difference.exp() if torch.is_grad_enabled() else difference.exp_()
     earlier = (-finite(level)).exp()
     estimate = phi_query @ phi_key.transpose(-1, -2)
     if not (window or signed):
         estimate = estimate.clamp_min(_LEAST_ESTIMATE)
-    total = earlier * (phi_query @ before) + (estimate * scale) @ value_and_one
+    total = torch.addcmul((estimate * scale) @ value_and_one, phi_query @ before, earlier)
     if signed and key.factor is not None:
         largest = (key.factor[..., -1:].transpose(-1, -2) * scale).sum(-1, keepdim=True)
         total = floor_mass(total, earlier * before[..., -1:, -1:] + largest)
@@ -324,8 +338,8 @@ def _parallel(
     )
     # queries at the positions of the grid; keys and values from one block before it
     if offset is None or state is None:
-        query = F.pad(query, (0, 0, 0, grid - length))
-        key, value = (F.pad(x, (0, 0, window, grid - length)) for x in (key, value))
+        query = between(query, 0, grid, dim=2)
+        key, value = (between(x, -window, grid, dim=2) for x in (key, value))
         start = seen
     else:
         position = torch.arange(grid + window, device=device) - offset[:, None]
@@ -341,6 +355,8 @@ def _parallel(
     total = seen + (length if lengths is None else lengths)
     limit = (total // window - 1) * window if window else total
     held = (rank >= global_tokens) & (rank < limit[:, None])
+    # nothing is padded, or exact: no mask
+    all_held = state is None and lengths is None and not window and not global_tokens and grid == length
     known = causal_performer_state(key, value, feature_map) if state is None else state
     sums, shift = known.sums, known.shift
 
@@ -361,7 +377,7 @@ def _parallel(
                 bounded_features(feature_map, queries, "query"),
                 bounded_features(feature_map, keys[:, :, : end - begin], "key"),
                 values[:, :, : end - begin],
-                held[:, begin:end],
+                None if all_held else held[:, begin:end],
                 sums,
                 shift,
                 chunk=chunk,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .blocks import to_blocks
 from .feature_maps import FeatureMap, Features
-from .joined_softmax import NEVER, Partial, finite
+from .joined_softmax import NEVER, Partial, finite, shifted_exp
 
 # Least share of the largest possible mass that a map with negative features is taken to have: such an
 # estimate can come out as zero or below, and this bounds the output by 100 times the largest value.
@@ -44,13 +44,30 @@ def expand(features: Features, shift: Tensor) -> Tensor:
     return phi if features.factor is None else phi * features.factor
 
 
-def sum_up(features: Features, value_and_one: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """S and z of the keys where `held` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1)."""
-    log_phi = features.log_phi.masked_fill(~held, NEVER)
-    # the largest exponent of each feature, so that no query finds all features underflown
-    shift = log_phi.detach().amax(-2, keepdim=True)
-    phi = expand(Features(log_phi, features.factor), -finite(shift))
+def expand_to_one(features: Features, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """phi * exp(scale - shift) and the shift, (..., 1), which makes the largest exponent of each token 0."""
+    exponent = features.log_phi + scale
+    shift = exponent.detach().amax(-1, keepdim=True)
+    phi = shifted_exp(exponent, shift)
+    return phi if features.factor is None else phi * features.factor, shift
+
+
+def sum_up(features: Features, value_and_one: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S and z of the keys where `held` is True, or of all, and their shift: (..., M, value_dim + 1), (..., 1, M)."""
+    phi, shift = expand_to_most(features, held)
     return phi.transpose(-1, -2) @ value_and_one, shift
+
+
+def expand_to_most(features: Features, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """phi * exp(-shift) of the keys where `held` is True, or of all, and the shift, the largest exponent per feature.
+
+    So that no query finds all features underflown.
+    """
+    log_phi = features.log_phi if held is None else features.log_phi.masked_fill(~held, NEVER)
+    shift = log_phi.detach().amax(-2, keepdim=True)
+    phi = log_phi - finite(shift)
+    phi = phi.exp() if torch.is_grad_enabled() else phi.exp_()
+    return (phi if features.factor is None else phi * features.factor), shift
 
 
 def rescale(sums: Tensor, shift: Tensor, new_shift: Tensor) -> Tensor:
@@ -66,8 +83,8 @@ def add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[
 
 def read(query: Features, sums: Tensor, shift: Tensor, signed: bool) -> Partial:
     """What queries (..., queries, M) read from the sums."""
-    read_shift = (query.log_phi + finite(shift)).detach().amax(-1, keepdim=True)
-    total = expand(query, finite(shift) - read_shift) @ sums
+    phi, read_shift = expand_to_one(query, finite(shift))
+    total = phi @ sums
     if signed:
         total = floor_mass(total, sums[..., -1:, -1:])
     return Partial(read_shift.masked_fill(shift[..., :1] == NEVER, NEVER), total)

@@ -24,11 +24,21 @@ def finite(shift: Tensor) -> Tensor:
     return shift.nan_to_num(neginf=0.0)
 
 
+def shifted_exp(exponent: Tensor, shift: Tensor) -> Tensor:
+    """exp(exponent - shift), written over `exponent` where no gradient is asked for: two passes over memory fewer."""
+    return (exponent - shift).exp() if torch.is_grad_enabled() else exponent.sub_(shift).exp_()
+
+
 def exact_part(logits: Tensor, seen: Tensor, value_and_one: Tensor) -> Partial:
-    """Exact attention of logits (..., queries, keys) to the keys where `seen` is True."""
-    logits = logits.masked_fill(~seen, NEVER)
+    """Exact attention of logits (..., queries, keys), which may be written over, to the keys where `seen` is True."""
+    logits = masked(logits, ~seen)
     shift = logits.detach().amax(-1, keepdim=True)
-    return Partial(shift, (logits - finite(shift)).exp() @ value_and_one)
+    return Partial(shift, shifted_exp(logits, finite(shift)) @ value_and_one)
+
+
+def masked(exponent: Tensor, out: Tensor) -> Tensor:
+    """-inf where `out` is True, written into `exponent` where no gradient is asked for."""
+    return exponent.masked_fill(out, NEVER) if torch.is_grad_enabled() else exponent.masked_fill_(out, NEVER)
 
 
 def join(parts: list[Partial]) -> Tensor:

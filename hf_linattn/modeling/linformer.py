@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import between, near_keys, near_mask, pieces, row_lengths, with_neighbours
+from .blocks import between, near_keys, near_mask, near_tokens, pieces, row_lengths, with_neighbours
 from .configuration_linattn import LinformerConfig
 from .projections import FarSummaries, Projection, Segments, segment
 
@@ -115,8 +115,8 @@ def _in_runs(
             values.append(found[1][0].to(value.dtype))
             masks.append(log_mass[:, begin:end])
         if near:
-            keys.append(_near(key, begin, end, window))
-            values.append(_near(value, begin, end, window))
+            keys.append(near_tokens(key, begin, end, window))
+            values.append(near_tokens(value, begin, end, window))
             masks.append(_log(near_keys(real_lengths, end - begin, window, first, start=begin))[:, :, None])
         # blocks become rows of the batch: (batch * blocks, heads, window, dim)
         queries = between(query, begin * window, end * window, dim=1).unflatten(1, (-1, window)).flatten(0, 1)
@@ -129,12 +129,6 @@ def _in_runs(
         # and rows of the batch become blocks again
         outputs.append(out.transpose(1, 2).unflatten(0, (-1, end - begin)).flatten(1, 2))
     return torch.cat(outputs, dim=1)[:, :length].transpose(1, 2)
-
-
-def _near(x: Tensor, begin: int, end: int, window: int) -> Tensor:
-    """Keys of blocks and their neighbours: (batch, length, heads, dim) -> (batch, blocks, 3 * window, heads, dim)."""
-    blocks = between(x, (begin - 1) * window, (end + 1) * window, dim=1).unfold(1, 3 * window, window)
-    return blocks.permute(0, 1, 4, 2, 3)
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor) -> Tensor:

@@ -13,11 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import far_sums, from_blocks, near_keys, near_mask, pieces, row_lengths, to_blocks, with_neighbours
+from .blocks import FarSums, between, near_keys, near_mask, near_tokens, pieces, row_lengths
 from .configuration_linattn import PerformerConfig
-from .feature_maps import FeatureMap, Features
-from .feature_sums import SIGNED_MASS_FLOOR, add, bounded_features, expand, features_in_blocks, read, sum_up
-from .joined_softmax import NEVER, exact_part, finite, join
+from .feature_maps import FeatureMap
+from .feature_sums import (
+    SIGNED_MASS_FLOOR,
+    add,
+    bounded_features,
+    expand,
+    expand_to_most,
+    features_in_blocks,
+    read,
+    sum_up,
+)
+from .joined_softmax import Partial, exact_part, join
 
 
 def performer_attention(
@@ -52,55 +61,63 @@ def performer_attention(
     position = torch.arange(length, device=query.device)
     # (batch, 1, length, 1)
     held = ((position >= global_tokens) & (position < real_lengths[:, None]))[:, None, :, None]
+    all_held = lengths is None and not global_tokens
     value_and_one = F.pad(value, (0, 1), value=1.0)
     first_key, first_value = key[:, :, :global_tokens], value_and_one[:, :, :global_tokens]
     first_seen = (position[:global_tokens] < real_lengths[:, None])[:, None, None]
 
     if not window_size:
-        runs = [slice(*run) for run in pieces(length, 1, query.device)]
+        slices = [slice(*run) for run in pieces(length, 1, query.device)]
         known: list[tuple[Tensor, Tensor]] = []
-        for run in runs if far else ():
+        for run in slices if far else ():
             keys = bounded_features(feature_map, key[:, :, run], "key")
-            more = sum_up(keys, value_and_one[:, :, run], held[:, :, run])
+            more = sum_up(keys, value_and_one[:, :, run], None if all_held else held[:, :, run])
             known = [add(*known[0], *more)] if known else [more]
-        outputs = []
-        for run in runs:
-            parts = []
+        outputs: list[Tensor] = []
+        for run in slices:
+            parts: list[Partial] = []
             if near and global_tokens:
                 parts.append(exact_part(query[:, :, run] @ first_key.transpose(-1, -2), first_seen, first_value))
             if far:
-                queries = bounded_features(feature_map, query[:, :, run], "query")
-                parts.append(read(queries, *known[0], feature_map.signed))
+                features = bounded_features(feature_map, query[:, :, run], "query")
+                parts.append(read(features, *known[0], feature_map.signed))
             outputs.append(join(parts))
         return torch.cat(outputs, dim=2).to(dtype)
 
-    query_blocks, key_blocks, value_blocks = (to_blocks(x, window_size) for x in (query, key, value_and_one))
+    # (batch, length, heads, dim), as models hold them in memory: neighbouring blocks are one piece of it
+    key_rows, value_rows = key.transpose(1, 2), value_and_one.transpose(1, 2)
+    runs = pieces(-(-length // window_size), window_size, query.device)
     if far:
-        keys = bounded_features(feature_map, key, "key")
-        log_phi = keys.log_phi.masked_fill(~held, NEVER)
         # one shift for all blocks, whose sums are added up
-        shift = log_phi.detach().amax(2, keepdim=True)
-        phi = to_blocks(expand(Features(log_phi, keys.factor), -finite(shift)), window_size)
-        # (batch, heads, blocks, features, value_dim + 1): S and z of all blocks that are far from a block
-        sums, shift = far_sums(phi.transpose(-1, -2) @ value_blocks), shift.unsqueeze(2)
+        phi, shift = expand_to_most(bounded_features(feature_map, key, "key"), None if all_held else held)
+        far_sums = FarSums(phi.transpose(-1, -2), value_rows, window_size, runs)
+        before, shift = far_sums.start(), shift.unsqueeze(2)
     outputs = []
-    for begin, end in pieces(query_blocks.shape[2], window_size, query.device):
-        block, parts = query_blocks[:, :, begin:end], []
+    for index, (begin, end) in enumerate(runs):
+        queries, parts = between(query, begin * window_size, end * window_size, dim=2), []
+        # (batch, heads, blocks, window, dim)
+        block = queries.unflatten(2, (-1, window_size))
         if near:
-            logits = block @ with_neighbours(key_blocks, begin, end).transpose(-1, -2)
+            near_key, near_value = (_near(x, begin, end, window_size) for x in (key_rows, value_rows))
             seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
-            parts.append(exact_part(logits, seen[:, None, :, None], with_neighbours(value_blocks, begin, end)))
+            parts.append(exact_part(block @ near_key.transpose(-1, -2), seen[:, None, :, None], near_value))
         if near and global_tokens:
             # the first keys, seen from every block: (batch, heads, 1, global_tokens, dim)
             logits = block @ first_key.unsqueeze(2).transpose(-1, -2)
             parts.append(exact_part(logits, first_seen.unsqueeze(2), first_value.unsqueeze(2)))
         if far:
-            # features have one row for each token: blocks joined, and cut again
-            features = bounded_features(feature_map, block.flatten(2, 3), "query")
-            features = features_in_blocks(features, window_size)
-            parts.append(read(features, sums[:, :, begin:end], shift, feature_map.signed))
-        outputs.append(join(parts))
-    return from_blocks(torch.cat(outputs, dim=2), length).to(dtype)
+            features = features_in_blocks(bounded_features(feature_map, queries, "query"), window_size)
+            sums, before = far_sums.run(index, before)
+            # (batch, blocks, features, heads, dim) -> (batch, heads, blocks, features, dim)
+            parts.append(read(features, sums.permute(0, 3, 1, 2, 4), shift, feature_map.signed))
+        # (batch, heads, blocks, window, dim) -> (batch, tokens, heads, dim)
+        outputs.append(join(parts).permute(0, 2, 3, 1, 4).flatten(1, 2))
+    return torch.cat(outputs, dim=1)[:, :length].transpose(1, 2).to(dtype)
+
+
+def _near(x: Tensor, begin: int, end: int, window: int) -> Tensor:
+    """Tokens of blocks and their neighbours: (batch, length, heads, dim) -> (batch, heads, blocks, 3 * window, dim)."""
+    return near_tokens(x, begin, end, window).permute(0, 3, 1, 2, 4).contiguous()
 
 
 def performer_attention_reference(
