@@ -63,7 +63,8 @@ def suggest(
             time, or operations if `operations` is given as well.
 
     Raises:
-        ValueError: nothing is wanted, or no choice reaches it; the message tells what can be reached.
+        ValueError: nothing is wanted, no choice reaches it (the message tells what can be reached), or softmax in all
+            layers is the best choice.
     """
     budgets = {"time": time, "memory": memory, "operations": operations}
     given = {name: value for name, value in budgets.items() if value is not None}
@@ -81,11 +82,7 @@ def suggest(
     if not any(name is not None for name in choices):
         least = min(relative(analysis, [c.name], "memory") for c in analysis.candidates)
         raise ValueError(f"memory={memory}: the least that a candidate takes is {least:.3g} times softmax's.")
-    front = [
-        (cost, loss, names)
-        for cost, loss, names in _front(analysis, choices, unit)
-        if any(x is not None for x in names)
-    ]
+    front = _front(analysis, choices, unit)
     wanted = None if fidelity is None else _allowed_loss(analysis, fidelity)
     limit = given.get(unit)
     within = [
@@ -103,6 +100,11 @@ def suggest(
             f"{nearest[1]:.3g} ({analysis.measure})."
         )
     best = min(within, key=lambda choice: (choice[1], choice[0]) if wanted is None else (choice[0], choice[1]))
+    if not any(best[2]):
+        raise ValueError(
+            f"Softmax itself is within what is wanted, and no setting is better at {analysis.length:,} tokens: convert "
+            "nothing, or ask for less than 1."
+        )
     return described(analysis, best[2])
 
 

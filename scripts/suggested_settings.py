@@ -1,0 +1,157 @@
+"""Does a suggestion by layer beat one setting in all layers, at the same cost, on documents it was not chosen on?
+
+    python scripts/suggested_settings.py --analysis FOLDER --texts topics --output OUTPUT [--model FOLDER]
+
+For every setting of an analysis (`hf-linattn analyze`): the mean cosine of the mean-pooled embedding to the original's
+with this setting in all layers, and with what is suggested for at most its cost. Nothing is trained.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from minilm import minilm_folder
+from tqdm import tqdm
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
+
+# the folder of this file: a script in it hides the library `evaluate`, which the package uses
+sys.path.remove(str(Path(__file__).resolve().parent))
+
+from hf_linattn import AttentionConfig, convert
+from hf_linattn.analyze import Analysis, suggest
+from hf_linattn.analyze.analysis import tokenized
+from hf_linattn.analyze.suggest import described
+from hf_linattn.convert import extend_positions
+from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
+from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+
+
+def _mean(cosines: np.ndarray) -> float:
+    return float(np.mean(cosines))
+
+
+@torch.no_grad()
+def embeddings(model: Any, documents: list[list[int]]) -> torch.Tensor:
+    """Mean-pooled embedding of each document, (documents, dim)."""
+    return torch.stack([model(torch.tensor([ids])).last_hidden_state[0].double().mean(0) for ids in documents])
+
+
+def plot(rows: list[dict[str, Any]], unit: str, path: Path) -> None:
+    """Cosine against cost: one setting in all layers, and the suggestions."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for row in rows:
+        axes.plot(row["cost"], row["cosine"], "o", color="C0")
+        axes.annotate(
+            row["setting"], (row["cost"], row["cosine"]), fontsize=7, xytext=(4, -8), textcoords="offset points"
+        )
+    chosen = sorted((row["suggested_cost"], row["suggested_cosine"]) for row in rows if "suggested_cosine" in row)
+    axes.plot(*zip(*chosen, strict=True), "*-", color="C3", markersize=10, label="suggested, by layer")
+    axes.plot([], [], "o", color="C0", label="one setting in all layers")
+    axes.set_xlabel(f"{unit} of the model, softmax = 1")
+    axes.set_ylabel("pooled cosine to the original")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--analysis", type=Path, required=True, help="Folder of hf-linattn analyze.")
+    parser.add_argument("--texts", nargs="+", required=True, help="Files or datasets of documents to measure on.")
+    parser.add_argument("--documents", type=int, default=12, help="The longest so many of each.")
+    parser.add_argument("--unit", choices=("operations", "time"), default="operations", help="What the cost is.")
+    parser.add_argument("--model", help="Folder of the sentence encoder. Default: all-MiniLM-L6-v2.")
+    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    analysis, model = Analysis.load(options.analysis), options.model or minilm_folder()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    documents: list[list[int]] = []
+    for texts in options.texts:
+        loaded = load_documents(DataConfig(dataset=texts)).documents
+        documents += tokenized([d.text for d in loaded], tokenizer, analysis.length, options.documents)
+    base = AutoModel.from_pretrained(model).eval()
+    wanted = embeddings(extend_positions(base, analysis.length), documents)
+    known: dict[str, np.ndarray] = {}
+
+    def cosines(settings: AttentionConfig) -> np.ndarray:
+        key = json.dumps(settings.to_dict())
+        if key not in known:
+            converted = convert(base, settings, max_length=max(analysis.length, base.config.max_position_embeddings))
+            known[key] = torch.cosine_similarity(embeddings(converted, documents), wanted, dim=-1).numpy()
+        return known[key]
+
+    rows = []
+    for candidate in tqdm(analysis.candidates, desc="Settings", leave=False):
+        cost = getattr(described(analysis, (candidate.name,) * analysis.layers), options.unit)
+        uniform = cosines(candidate.settings)
+        row: dict[str, Any] = {"setting": candidate.name, "cost": cost, "cosine": float(uniform.mean())}
+        row["expected"] = 1 - candidate.uniform_loss
+        if cost < 1:
+            suggestion = suggest(analysis, **{options.unit: cost * (1 + 1e-9)})
+            ours = cosines(suggestion.config)
+            apart = bootstrap_difference(_mean, [(ours,)], [(uniform,)])
+            row |= {
+                "suggested": list(suggestion.names),
+                "suggested_cost": getattr(suggestion, options.unit),
+                "suggested_cosine": float(ours.mean()),
+                "suggested_expected": 1 - suggestion.expected_loss,
+                "difference": [apart.value, apart.low, apart.high],
+            }
+        interval = bootstrap_interval(_mean, [(uniform,)])
+        row["interval"] = [interval.low, interval.high]
+        rows.append(row)
+    rows.sort(key=lambda row: row["cost"])
+    report = {
+        "length": analysis.length,
+        "documents": len(documents),
+        "texts": [Path(texts).name for texts in options.texts],
+        "unit": options.unit,
+        "machine": machine(),
+        "rows": rows,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+    measured = [options.unit, "cosine"]
+    head = ["setting in all layers", *measured, "suggested at most at this cost", *measured, "gain"]
+    lines = [
+        [
+            row["setting"],
+            f"{row['cost']:.3f}",
+            f"{row['cosine']:.4f} ({row['interval'][0]:.4f} to {row['interval'][1]:.4f})",
+            *(
+                [
+                    ", ".join(name or "softmax" for name in row["suggested"]),
+                    f"{row['suggested_cost']:.3f}",
+                    f"{row['suggested_cosine']:.4f} (expected {row['suggested_expected']:.4f})",
+                    "{:+.4f} ({:+.4f} to {:+.4f})".format(*row["difference"]),
+                ]
+                if "suggested" in row
+                else ["no setting is cheaper than softmax", "", "", ""]
+            ),
+        ]
+        for row in rows
+    ]
+    text = (
+        f"{len(documents)} documents of at most {analysis.length:,} tokens ({', '.join(report['texts'])}), no "
+        f"training, cost relative to softmax, 95% intervals over documents. On {machine_text(report['machine'])}.\n\n"
+        f"{table(head, lines)}\n"
+    )
+    write_whole(options.output.with_suffix(".md"), text)
+    plot(rows, options.unit, options.output.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
