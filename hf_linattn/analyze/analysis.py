@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from .spectra import HeadStatistics, LayerStatistics, LayerSums
 
 #: Raised when a field changes its meaning.
 FORMAT_VERSION = 1
+# More than a token of prose has.
+_CHARACTERS_PER_TOKEN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,7 @@ def analyze(
 
     Args:
         model: a Hub id, a folder, or a loaded model; an encoder's embedding is the mean over its tokens.
-        texts: documents; the longest `config.documents` of them are read.
+        texts: documents; `config.documents` of them are read, drawn of those that are long enough, or else the longest.
         config: default: `AnalyzeConfig()`.
         candidates: name -> settings to try. Default: `hf_linattn.analyze.CANDIDATES`.
         tokenizer: for a loaded model. Default: the checkpoint's.
@@ -157,7 +160,7 @@ def analyze(
         raise ValueError(f"model_type={base.config.model_type!r} is not supported. Supported are: {allowed}.")
     if tokenizer is None:
         tokenizer = AutoTokenizer.from_pretrained(base.config.name_or_path)
-    documents = tokenized(texts, tokenizer, config.length, config.documents)
+    documents = tokenized(texts, tokenizer, config.length, config.documents, config.seed)
     length = max(len(document) for document in documents)
     base = extend_positions(base, length, position_extension=config.position_extension)
     training = base.training
@@ -167,16 +170,20 @@ def analyze(
         base.train(training)
 
 
-def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int) -> list[list[int]]:
-    """Token ids of the `count` longest texts, each cut to `length` tokens.
+def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of `count` texts, each cut to `length` tokens: drawn of those that fill it, or else the longest.
 
     Raises:
         ValueError: there is no text.
     """
-    chosen = sorted((text for text in texts if text.strip()), key=len, reverse=True)[:count]
+    chosen = sorted((text for text in texts if text.strip()), key=len, reverse=True)
     if not chosen:
         raise ValueError("texts holds no text.")
-    return tokenizer(chosen, truncation=True, max_length=length, verbose=False)["input_ids"]
+    filling = [text for text in chosen if len(text) >= _CHARACTERS_PER_TOKEN * length]
+    chosen = random.Random(seed).sample(filling, count) if len(filling) >= count else chosen[:count]
+    # what is cut off before the tokenizer would be cut off after it
+    texts = [text[: 4 * _CHARACTERS_PER_TOKEN * length] for text in chosen]
+    return tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
 
 
 def _load(model_id: str, kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -1,25 +1,23 @@
 """What an analysis looks at, and the settings that it tries."""
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..modeling.configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
 
-#: Settings that are tried in every layer unless others are given.
+
+def _window(size: int, **settings: Any) -> LinformerConfig:
+    return LinformerConfig(window_size=size, global_tokens=1, **settings)
+
+
+#: Settings that are tried in every layer unless others are given. A window goes with the first token.
 CANDIDATES: dict[str, AttentionConfig] = {
-    "window 16": LinformerConfig(projection_length=16, window_size=16, global_tokens=1, far=False),
-    "window 32": LinformerConfig(projection_length=16, window_size=32, global_tokens=1, far=False),
-    "window 64": LinformerConfig(projection_length=16, window_size=64, global_tokens=1, far=False),
-    "Linformer k=32": LinformerConfig(projection_length=32, global_tokens=1),
-    "Linformer k=64": LinformerConfig(projection_length=64, global_tokens=1),
-    "Linformer k=128": LinformerConfig(projection_length=128, global_tokens=1),
-    "Linformer k=256": LinformerConfig(projection_length=256, global_tokens=1),
-    "window 16 + k=32": LinformerConfig(projection_length=32, window_size=16, global_tokens=1),
-    "window 32 + k=32": LinformerConfig(projection_length=32, window_size=32, global_tokens=1),
-    "window 32 + k=64": LinformerConfig(projection_length=64, window_size=32, global_tokens=1),
-    "window 64 + k=64": LinformerConfig(projection_length=64, window_size=64, global_tokens=1),
-    "window 128 + k=64": LinformerConfig(projection_length=64, window_size=128, global_tokens=1),
-    "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
+    **{f"window {size}": _window(size, projection_length=1, far=False) for size in (8, 16, 24, 32, 48, 64, 96)},
+    **{f"window {size} + k=32": _window(size, projection_length=32) for size in (16, 32, 48, 64, 96)},
+    **{f"window {size} + k=64": _window(size, projection_length=64) for size in (32, 64, 128)},
+    **{f"Linformer k={k}": LinformerConfig(projection_length=k, global_tokens=1) for k in (32, 64, 128, 256)},
     "window 64 + m=64": PerformerConfig(num_features=64, feature_map="learned", window_size=64, global_tokens=1),
+    "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
 }
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..analyze import Analysis, AnalyzeConfig, analyze, suggest
+from ..analyze import CANDIDATES, Analysis, AnalyzeConfig, analyze, suggest
 from ..analyze.report import layer_table, suggestion_text, write_report
 from ..documents import DataConfig, load_documents
+from ..modeling.configuration_linattn import AttentionConfig
 from .options import add_options, taken
 
 
@@ -18,6 +19,10 @@ class AnalyzeOptions:
 
     output: str = field(metadata={"help": "Folder of the report. An analysis that is there is not made again."})
     texts: str | None = field(default=None, metadata=DataConfig.__dataclass_fields__["dataset"].metadata)
+    candidates: list[str] | None = field(
+        default=None,
+        metadata={"help": f"Settings to try. Default: all of {', '.join(map(repr, CANDIDATES))}."},
+    )
     time: float | None = field(
         default=None,
         metadata={"help": "Suggest for this budget: time of the whole model, relative to softmax at --length."},
@@ -55,8 +60,10 @@ def run(given: dict[str, Any]) -> None:
     elif options.texts is None:
         raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
     else:
+        candidates = _chosen(options.candidates)
         documents = load_documents(DataConfig(dataset=options.texts, **selection))
-        analysis = analyze(model, [document.text for document in documents.documents], config)
+        texts = [document.text for document in documents.documents]
+        analysis = analyze(model, texts, config, candidates=candidates)
     wanted = {name: getattr(options, name) for name in ("time", "memory", "operations", "fidelity")}
     suggestion = suggest(analysis, **wanted) if any(x is not None for x in wanted.values()) else None
     # a folder's name, not where it lies
@@ -64,3 +71,11 @@ def run(given: dict[str, Any]) -> None:
     path = write_report(analysis, options.output, suggestion=suggestion, name=name, command=command)
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
     print(f"\nWritten: {path}, analysis.json and plots.")
+
+
+def _chosen(names: list[str] | None) -> dict[str, AttentionConfig]:
+    if unknown := [name for name in names or [] if name not in CANDIDATES]:
+        raise ValueError(
+            f"--candidates {', '.join(map(repr, unknown))} is not among {', '.join(map(repr, CANDIDATES))}."
+        )
+    return CANDIDATES if names is None else {name: CANDIDATES[name] for name in names}

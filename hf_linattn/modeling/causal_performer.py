@@ -123,7 +123,9 @@ def _far_part(
         # (rows, 1, chunks, chunk, 1)
         held = held.unflatten(1, (-1, chunk))[:, None, ..., None]
 
-    before, before_shift, sums, shift = _scan(sums, shift, *sum_up(key, value_and_one, held))
+    # `sum_up` may write over it
+    own = Features(key.log_phi.clone(), key.factor) if held is None and window != chunk else key
+    before, before_shift, sums, shift = _scan(sums, shift, *sum_up(own, value_and_one, held))
     if window == chunk:
         part = read(query, before, before_shift, signed)
         return Partial(from_blocks(part.shift, length), from_blocks(part.total, length)), sums, shift

@@ -54,7 +54,8 @@ def positive_features(x: Tensor, directions: Tensor) -> Features:
     """FAVOR+ features exp(w.x - |x|^2 / 2) / sqrt(m), one per direction (Lemma 1); directions (heads, m, d)."""
     # what does not depend on the direction is added up first: one pass over the features fewer
     common = x.square().sum(-1, keepdim=True) / 2 + math.log(directions.shape[-2]) / 2
-    return Features(x @ directions.transpose(-1, -2) - common, None)
+    projected = x @ directions.transpose(-1, -2)
+    return Features(projected - common if torch.is_grad_enabled() else projected.sub_(common), None)
 
 
 def hyperbolic_features(x: Tensor, directions: Tensor) -> Features:

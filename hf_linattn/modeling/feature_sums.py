@@ -53,20 +53,23 @@ def expand_to_one(features: Features, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_up(features: Features, value_and_one: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """S and z of the keys where `held` is True, or of all, and their shift: (..., M, value_dim + 1), (..., 1, M)."""
-    phi, shift = expand_to_most(features, held)
+    """S and z of the keys where `held` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1).
+
+    With None all are, and the features may be written over.
+    """
+    if held is not None:
+        features = Features(features.log_phi.masked_fill(~held, NEVER), features.factor)
+    phi, shift = expand_to_most(features)
     return phi.transpose(-1, -2) @ value_and_one, shift
 
 
-def expand_to_most(features: Features, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """phi * exp(-shift) of the keys where `held` is True, or of all, and the shift, the largest exponent per feature.
+def expand_to_most(features: Features) -> tuple[Tensor, Tensor]:
+    """phi * exp(-shift) and the shift, the largest exponent per feature, so that no query finds all underflown.
 
-    So that no query finds all features underflown.
+    The features may be written over.
     """
-    log_phi = features.log_phi if held is None else features.log_phi.masked_fill(~held, NEVER)
-    shift = log_phi.detach().amax(-2, keepdim=True)
-    phi = log_phi - finite(shift)
-    phi = phi.exp() if torch.is_grad_enabled() else phi.exp_()
+    shift = features.log_phi.detach().amax(-2, keepdim=True)
+    phi = shifted_exp(features.log_phi, finite(shift))
     return (phi if features.factor is None else phi * features.factor), shift
 
 

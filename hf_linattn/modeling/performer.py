@@ -15,7 +15,7 @@ from transformers import initialization as init
 
 from .blocks import FarSums, between, near_keys, near_mask, near_tokens, pieces, row_lengths
 from .configuration_linattn import PerformerConfig
-from .feature_maps import FeatureMap
+from .feature_maps import FeatureMap, Features
 from .feature_sums import (
     SIGNED_MASS_FLOOR,
     add,
@@ -26,7 +26,7 @@ from .feature_sums import (
     read,
     sum_up,
 )
-from .joined_softmax import Partial, exact_part, join
+from .joined_softmax import Partial, exact_part, join, masked
 
 
 def performer_attention(
@@ -89,7 +89,10 @@ def performer_attention(
     runs = pieces(-(-length // window_size), window_size, query.device)
     if far:
         # one shift for all blocks, whose sums are added up
-        phi, shift = expand_to_most(bounded_features(feature_map, key, "key"), None if all_held else held)
+        features = bounded_features(feature_map, key, "key")
+        if not all_held:
+            features = Features(masked(features.log_phi, ~held), features.factor)
+        phi, shift = expand_to_most(features)
         far_sums = FarSums(phi.transpose(-1, -2), value_rows, window_size, runs)
         before, shift = far_sums.start(), shift.unsqueeze(2)
     outputs = []

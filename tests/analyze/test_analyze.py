@@ -144,6 +144,10 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
     ("arguments", "message"),
     [
         (["analyze", "{base}", "--output", "{out}"], "--texts is missing"),
+        (
+            ["analyze", "{base}", "--output", "{out}", "--texts", "topics", "--candidates", "window 9"],
+            "--candidates 'window 9' is not among 'window 8'",
+        ),
         (["convert", "{base}", "--output", "{out}"], "Give --method"),
         (["convert", "{base}", "--output", "{out}", "--config", "{bad}"], "holds no settings in JSON"),
         (

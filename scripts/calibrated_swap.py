@@ -1,0 +1,153 @@
+"""What initialisation from data is worth: the direct swap with and without calibration, on other documents.
+
+    python scripts/calibrated_swap.py --calibration TEXTS.jsonl --texts topics NEWS.jsonl --output OUTPUT
+
+Mean cosine of all-MiniLM-L6-v2's mean-pooled embedding to the original's, first 512 tokens. No weight of the model is
+trained: features and projections are fitted to each layer's own softmax attention (`convert(calibration_texts=...)`).
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from minilm import minilm_folder
+from tqdm import tqdm
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
+
+# the folder of this file: a script in it hides the library `evaluate`, which the package uses
+sys.path.remove(str(Path(__file__).resolve().parent))
+
+from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn.analyze.analysis import tokenized
+from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
+from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+
+JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
+SETTINGS: dict[str, AttentionConfig] = {
+    "Linformer, k=64": LinformerConfig(projection_length=64),
+    "Linformer, k=128": LinformerConfig(projection_length=128),
+    "Linformer by convolution, k=64": LinformerConfig(projection_length=64, projection="conv"),
+    "Performer, m=64": PerformerConfig(num_features=64, feature_map="learned"),
+    "Performer, m=128": PerformerConfig(num_features=128, feature_map="learned"),
+    "window 64 + first token + 64 means": LinformerConfig(projection_length=64, **JOINED),
+    "window 64 + first token + Performer, m=128": PerformerConfig(num_features=128, feature_map="learned", **JOINED),
+}
+
+
+def _mean(cosines: np.ndarray) -> float:
+    return float(np.mean(cosines))
+
+
+@torch.no_grad()
+def embeddings(model: Any, documents: list[list[int]]) -> torch.Tensor:
+    """Mean-pooled embedding of each document, (documents, dim)."""
+    return torch.stack([model(torch.tensor([ids])).last_hidden_state[0].double().mean(0) for ids in documents])
+
+
+def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
+    """Two bars for each setting, one panel for each kind of documents."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(names), figsize=(5.5 * len(names), 4.5), sharey=True, squeeze=False)
+    place = np.arange(len(rows))[::-1]
+    for axes, name in zip(panels[0], names, strict=True):
+        for shift, kind, colour in ((0.2, "default", "0.6"), (-0.2, "calibrated", "C0")):
+            axes.barh(place + shift, [row[name][kind][0] for row in rows], 0.4, color=colour, label=kind)
+        axes.set_yticks(place, [row["setting"] for row in rows])
+        axes.set_xlim(0, 1)
+        axes.set_title(name)
+        axes.set_xlabel("pooled cosine to the original")
+    panels[0][0].legend(loc="lower left")
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calibration", required=True, help="File or dataset of documents to calibrate on.")
+    parser.add_argument("--calibration-documents", type=int, default=32, help="How many of them.")
+    parser.add_argument("--texts", nargs="+", required=True, help="Files or datasets of documents to measure on.")
+    parser.add_argument("--documents", type=int, default=24, help="How many of each.")
+    parser.add_argument("--seeds", type=int, default=2, help="Seeds of random features.")
+    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    tokenizer, base = AutoTokenizer.from_pretrained(minilm_folder()), AutoModel.from_pretrained(minilm_folder()).eval()
+    data = DataConfig(dataset=options.calibration, max_documents=options.calibration_documents)
+    calibration = [document.text for document in load_documents(data).documents]
+    sets = {}
+    for texts in options.texts:
+        loaded = load_documents(DataConfig(dataset=texts)).documents
+        name = Path(texts).name.partition(".")[0]
+        sets[name] = tokenized([document.text for document in loaded], tokenizer, 512, options.documents)
+    wanted = {name: embeddings(base, documents) for name, documents in sets.items()}
+
+    rows = []
+    for setting, config in tqdm(SETTINGS.items(), desc="Settings", leave=False):
+        cosines: dict[str, dict[str, list[np.ndarray]]] = {name: {"default": [], "calibrated": []} for name in sets}
+        seconds = 0.0
+        # without random features all seeds are the same
+        for seed in range(options.seeds if isinstance(config, PerformerConfig) else 1):
+            for kind in ("default", "calibrated"):
+                begun = time.perf_counter()
+                model = convert(
+                    base, config, seed=seed, calibration_texts=calibration if kind == "calibrated" else None
+                )
+                seconds = time.perf_counter() - begun
+                for name, documents in sets.items():
+                    found = torch.cosine_similarity(embeddings(model, documents), wanted[name], dim=-1)
+                    cosines[name][kind].append(found.numpy())
+        row: dict[str, Any] = {"setting": setting, "seconds": seconds}
+        for name, kinds in cosines.items():
+            by_kind = {kind: [(values,) for values in found] for kind, found in kinds.items()}
+            numbers = {kind: bootstrap_interval(_mean, found) for kind, found in by_kind.items()}
+            numbers["gain"] = bootstrap_difference(_mean, by_kind["calibrated"], by_kind["default"])
+            row[name] = {kind: [x.value, x.low, x.high] for kind, x in numbers.items()}
+        rows.append(row)
+    report = {
+        "model": "all-MiniLM-L6-v2",
+        "calibration": f"{len(calibration)} documents of {Path(options.calibration).name}, first 512 tokens",
+        "documents": {name: len(documents) for name, documents in sets.items()},
+        "seeds": options.seeds,
+        "machine": machine(),
+        "rows": rows,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+    head = ["swap", *(f"{name}: {part}" for name in sets for part in ("default", "calibrated", "gain"))]
+    lines = [
+        [
+            row["setting"],
+            *(
+                text
+                for name in sets
+                for text in (
+                    f"{row[name]['default'][0]:.3f}",
+                    f"{row[name]['calibrated'][0]:.3f}",
+                    "{:+.3f} ({:+.3f} to {:+.3f})".format(*row[name]["gain"]),
+                )
+            ),
+        ]
+        for row in rows
+    ]
+    text = (
+        f"Calibrated on {report['calibration']}; measured on "
+        f"{', '.join(f'{count} of {name}' for name, count in report['documents'].items())}; {options.seeds} seeds of "
+        f"random features; 95% intervals. On {machine_text(report['machine'])}.\n\n{table(head, lines)}\n"
+    )
+    write_whole(options.output.with_suffix(".md"), text)
+    plot(rows, list(sets), options.output.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
