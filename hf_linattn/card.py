@@ -108,6 +108,7 @@ def model_card(
         joined=settings.near and all(x.near and (x.window_size or x.global_tokens) for x in by_layer),
         layers=f"all {layers}" if settings.layers is None else f"{', '.join(map(str, settings.layers))} of {layers}",
         training=list(_flat(values.get("linattn_training") or {})),
+        calibration=values.get("linattn_calibration"),
         architecture=architecture,
         auto_class=_auto_class(values, architecture),
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),

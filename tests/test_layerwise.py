@@ -8,8 +8,11 @@ import torch
 from transformers import AutoModel
 
 from hf_linattn import LayerwiseConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn.card import model_card
 from hf_linattn.cost import linear_flops, softmax_flops, summarize
+from hf_linattn.evaluate.columns import make_columns
 from hf_linattn.modeling.configuration_linattn import AttentionConfig
+from hf_linattn.report_parts import attention_text
 
 from .helpers import tiny_model, tokens
 
@@ -69,6 +72,24 @@ def test_operations_are_those_of_the_layers() -> None:
     length, config = model.attention_config.max_length, model.config
     wanted = linear_flops(model.attention_config.of_layer(0), config, length) + softmax_flops(config, length)
     assert summarize(model).flops == pytest.approx(wanted / length)
+
+
+def test_reports_and_cards_tell_the_layers_apart(tmp_path) -> None:
+    model = convert(tiny_model("bert"), LayerwiseConfig(by_layer={0: FIRST, 1: dataclasses.replace(FIRST, far=False)}))
+    model.config.linattn_calibration = {"documents": 3, "tokens": 1500}
+    model.save_pretrained(tmp_path / "mixed")
+    text = model_card(tmp_path / "mixed", repo_id="me/mixed", revision="main", base_model=None).text
+    assert "| `layer 0` | linformer, window_size=8, global_tokens=1, projection_length=4 |" in text
+    assert "| `layer 1` | linformer, window_size=8, global_tokens=1, far=False, projection_length=4 |" in text
+    assert "attention on 3 documents\n(1,500 tokens)" in text
+    assert attention_text(model.config.linattn).startswith("layer 0: window 8, first 1 exact, Linformer k=4")
+    # one layer has no far part: the branches cannot be switched off apart
+    tiny_model("bert").save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    assert [column.name for column in make_columns(base, {"mixed": str(tmp_path / "mixed")})][2:] == ["mixed"]
+    convert(tiny_model("bert"), CONFIG).save_pretrained(tmp_path / "both")
+    names = [column.name for column in make_columns(base, {"both": str(tmp_path / "both")})]
+    assert names[2:] == ["both", "both, near only", "both, far only"]
 
 
 @pytest.mark.parametrize(

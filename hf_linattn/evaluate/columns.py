@@ -177,8 +177,11 @@ def _digest_near(folder: Path, digest: Any) -> None:
     """What the exact branch alone depends on: conversions of one checkpoint that share it are measured once."""
     config = json.loads((folder / "config.json").read_text())
     settings = config.pop("linattn")
-    shared = {name: settings[name] for name in ("window_size", "global_tokens", "layers", "max_length")}
-    for name in ("model_type", "auto_map", "architectures", "linattn_training", "linattn_base"):
+    names = ("window_size", "global_tokens", "layers", "max_length")
+    # of settings by layer, those of each layer
+    each = settings.get("by_layer", {"all": settings})
+    shared = {layer: {name: its_own[name] for name in names} for layer, its_own in each.items()}
+    for name in ("model_type", "auto_map", "architectures", "linattn_training", "linattn_base", "linattn_calibration"):
         config.pop(name, None)
     digest.update(json.dumps([config, shared], sort_keys=True).encode())
     for path in sorted(folder.glob("*.safetensors")):
@@ -241,5 +244,9 @@ def _attention_settings(source: Source, base: str) -> tuple[dict[str, Any], dict
 
 
 def _has_two_branches(settings: dict[str, Any]) -> bool:
+    """Whether each can be switched off: of settings by layer, in every layer."""
+    if "by_layer" in settings:
+        its_own = settings["by_layer"].values()
+        return settings["near"] and settings["far"] and all(_has_two_branches(layer) for layer in its_own)
     near = settings["near"] and (settings["window_size"] or settings["global_tokens"])
     return bool(near and settings["far"])
