@@ -127,11 +127,10 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
     assert same_weights(output, unbroken)
 
 
-def test_two_processes_are_one(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
-    output = tmp_path / "two"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "scripts/accelerate/multi_cpu.yaml"]
-    launch += ["--num_cpu_threads_per_process", "1", "--main_process_port", "0", "-m", "tests.adapt_run"]
-    arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data))]
+def launched(config: str, arguments: list[Any], *options: str) -> list[str]:
+    """Two processes under `accelerate launch`; what they say."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"scripts/accelerate/{config}.yaml"]
+    launch += [*options, "--num_cpu_threads_per_process", "1", "--main_process_port", "0", "-m", "tests.adapt_run"]
     result = subprocess.run(
         [*launch, *map(str, arguments)],
         cwd=RUN.parents[1],
@@ -142,7 +141,26 @@ def test_two_processes_are_one(folder: Path, data: DataConfig, unbroken: Path, t
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.splitlines() == ["2 processes"]
+    return result.stdout.splitlines()
+
+
+def test_two_processes_are_one(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
+    output = tmp_path / "two"
+    arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data))]
+    assert launched("multi_cpu", arguments) == ["2 processes"]
+    check_same_run(output, unbroken)
+
+
+@pytest.mark.skipif(not os.environ.get("LINATTN_SLOW_TESTS"), reason="set LINATTN_SLOW_TESTS=1")
+def test_sharded_over_two_processes_is_one(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
+    output = tmp_path / "sharded"
+    arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data)), "as-gpus"]
+    assert launched("fsdp2", arguments, "--mixed_precision", "no") == ["2 processes FSDP"]
+    check_same_run(output, unbroken)
+
+
+def check_same_run(output: Path, unbroken: Path) -> None:
+    """The same to rounding."""
     found, expected = losses(output), losses(unbroken)
     assert [row[:2] for row in found] == [row[:2] for row in expected]
     assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], rel=1e-4)
