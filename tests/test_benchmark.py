@@ -1,0 +1,59 @@
+"""The benchmark script: it measures what it says, keeps what it has, and goes on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+ROWS = [
+    "softmax (SDPA)",
+    "return v (the limit)",
+    "Linformer, k=256",
+    "causal softmax (SDPA)",
+    "causal Performer, m=128",
+]
+
+
+def benchmark(output: Path, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).parents[1] / "scripts" / "benchmark.py"
+    call = [sys.executable, str(script), "--output", str(output), "--lengths", "64", "--repeats", "2", "--layers", "1"]
+    return subprocess.run([*call, "--rows", *ROWS, *more], capture_output=True, text=True, check=check)
+
+
+def test_a_run_keeps_every_cell_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    output = tmp_path / "smoke"
+    shown = benchmark(output, "--what", "attention", "--memory-lengths", "64").stdout
+    report = json.loads(output.with_suffix(".json").read_text())
+    group = report["groups"]["attention/forward"]["64"]
+    assert set(group) == set(ROWS)
+    for name, cell in group.items():
+        assert len(cell["seconds"]) == 2 and min(cell["seconds"]) > 0, name
+        assert cell["peak_bytes"] >= 0
+    # two products of 64 x 64 x 64 for each of 12 heads, two operations for a multiply-add
+    assert group["softmax (SDPA)"]["flops"] == 4 * 12 * 64**3
+    assert group["return v (the limit)"]["flops"] == 0
+    assert "times as fast as SDPA" in shown and shown.strip() == output.with_suffix(".md").read_text().strip()
+    assert output.with_suffix(".png").stat().st_size > 0
+
+    # what is measured stays, to the last digit, and what is new is added
+    benchmark(output, "--what", "attention", "--memory-lengths", "64", "--passes", "forward", "backward")
+    again = json.loads(output.with_suffix(".json").read_text())
+    assert again["groups"]["attention/forward"] == report["groups"]["attention/forward"]
+    assert set(again["groups"]["attention/backward"]["64"]) == set(ROWS)
+
+    refused = benchmark(output, "--layers", "2", check=False)
+    assert refused.returncode != 0 and "other settings (layers)" in refused.stderr
+
+
+def test_models_are_measured_beside_their_limit(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    shown = benchmark(output, "--what", "model").stdout
+    group = json.loads(output.with_suffix(".json").read_text())["groups"]["model/forward"]["64"]
+    assert set(group) == {"softmax (SDPA)", "return v (the limit)", "Linformer, k=256"}
+    assert "times the limit's time" in shown
+    # the limit is the model without the attention's products
+    difference = group["softmax (SDPA)"]["flops"] - group["return v (the limit)"]["flops"]
+    assert difference == 4 * 12 * 64**3
