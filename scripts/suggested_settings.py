@@ -23,7 +23,7 @@ from transformers.utils import logging
 sys.path.remove(str(Path(__file__).resolve().parent))
 
 from hf_linattn import AttentionConfig, convert
-from hf_linattn.analyze import Analysis, suggest
+from hf_linattn.analyze import Analysis, Check, suggest
 from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.analyze.suggest import described
 from hf_linattn.convert import extend_positions
@@ -68,6 +68,9 @@ def plot(rows: list[dict[str, Any]], unit: str, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--analysis", type=Path, required=True, help="Folder of hf-linattn analyze.")
+    parser.add_argument(
+        "--chosen-on", help="File or dataset of the analysis: the most promising choices are measured on it."
+    )
     parser.add_argument("--texts", nargs="+", required=True, help="Files or datasets of documents to measure on.")
     parser.add_argument("--documents", type=int, default=12, help="The longest so many of each.")
     parser.add_argument("--unit", choices=("operations", "time"), default="operations", help="What the cost is.")
@@ -84,6 +87,10 @@ def main() -> None:
     base = AutoModel.from_pretrained(model).eval()
     wanted = embeddings(extend_positions(base, analysis.length), documents)
     known: dict[str, np.ndarray] = {}
+    check = None
+    if options.chosen_on is not None:
+        loaded = load_documents(DataConfig(dataset=options.chosen_on)).documents
+        check = Check(base, [d.text for d in loaded], analysis, tokenizer=tokenizer)
 
     def cosines(settings: AttentionConfig) -> np.ndarray:
         key = json.dumps(settings.to_dict())
@@ -99,7 +106,7 @@ def main() -> None:
         row: dict[str, Any] = {"setting": candidate.name, "cost": cost, "cosine": float(uniform.mean())}
         row["expected"] = 1 - candidate.uniform_loss
         if cost < 1:
-            suggestion = suggest(analysis, **{options.unit: cost * (1 + 1e-9)})
+            suggestion = suggest(analysis, **{options.unit: cost * (1 + 1e-9)}, check=check)
             ours = cosines(suggestion.config)
             apart = bootstrap_difference(_mean, [(ours,)], [(uniform,)])
             row |= {

@@ -55,6 +55,7 @@ class Analysis:
     """What `analyze` found.
 
     Attributes:
+        model: Hub id of the checkpoint, or the name of its folder.
         measure: how a loss is told: "1 - cosine of the pooled embedding" (encoders) or "KL divergence of the next
             token in nats" (decoders), mean over documents.
         length, documents: tokens of the longest document, and how many were read.
@@ -62,6 +63,7 @@ class Analysis:
         rest: cost of the whole model but its attention layers; its memory is not known, and 0.
     """
 
+    model: str
     model_type: str
     heads: int
     head_dim: int
@@ -78,6 +80,11 @@ class Analysis:
     def layers(self) -> int:
         """How many attention layers the model has."""
         return len(self.statistics)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the candidates."""
+        return [candidate.name for candidate in self.candidates]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -154,6 +161,22 @@ def analyze(
     """
     config = AnalyzeConfig() if config is None else config
     candidates = CANDIDATES if candidates is None else candidates
+    base, documents = _prepared(model, texts, config, tokenizer, from_pretrained_kwargs)
+    training = base.training
+    try:
+        return _Analyzer(base.eval(), documents, config, candidates).run()
+    finally:
+        base.train(training)
+
+
+def _prepared(
+    model: str | Path | PreTrainedModel,
+    texts: Sequence[str],
+    config: AnalyzeConfig,
+    tokenizer: Any,
+    from_pretrained_kwargs: dict[str, Any],
+) -> tuple[PreTrainedModel, list[list[int]]]:
+    """The softmax model with room for the documents, and their token ids."""
     base = model if isinstance(model, PreTrainedModel) else _load(str(model), from_pretrained_kwargs)
     if base.config.model_type not in FAMILIES:
         allowed = ", ".join(sorted(FAMILIES))
@@ -162,12 +185,7 @@ def analyze(
         tokenizer = AutoTokenizer.from_pretrained(base.config.name_or_path)
     documents = tokenized(texts, tokenizer, config.length, config.documents, config.seed)
     length = max(len(document) for document in documents)
-    base = extend_positions(base, length, position_extension=config.position_extension)
-    training = base.training
-    try:
-        return _Analyzer(base.eval(), documents, config, candidates, length).run()
-    finally:
-        base.train(training)
+    return extend_positions(base, length, position_extension=config.position_extension), documents
 
 
 def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int, seed: int = 0) -> list[list[int]]:
@@ -186,6 +204,12 @@ def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int, see
     return tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
 
 
+def _name(name_or_path: str | None) -> str:
+    """Of a folder its name, not where it lies."""
+    name = name_or_path or ""
+    return Path(name).absolute().name if name and Path(name).is_dir() else name
+
+
 def _load(model_id: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     model = AutoModel.from_pretrained(model_id, **kwargs)
     if model.config.model_type in FAMILIES and FAMILIES[model.config.model_type].causal:
@@ -194,16 +218,16 @@ def _load(model_id: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-class _Analyzer:
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        documents: list[list[int]],
-        config: AnalyzeConfig,
-        candidates: Mapping[str, AttentionConfig],
-        length: int,
-    ) -> None:
-        self.base, self.documents, self.config, self.length = base, documents, config, length
+class SwappedModel:
+    """A softmax model whose attention layers can be told to use candidates, without converting it.
+
+    Args:
+        base: with room for `length` tokens, in eval mode.
+        candidates: name -> settings.
+    """
+
+    def __init__(self, base: PreTrainedModel, config: AnalyzeConfig, candidates: Mapping[str, AttentionConfig]) -> None:
+        self.base, self.config = base, config
         self.causal = FAMILIES[base.config.model_type].causal
         self.layers = base.config.num_hidden_layers
         self.settings: dict[str, AttentionConfig] = {}
@@ -223,6 +247,75 @@ class _Analyzer:
             # random features are each layer's own; projections start alike, and take memory
             performer = isinstance(settings, PerformerConfig)
             self.modules[name] = [make(layer) for layer in range(self.layers)] if performer else [make(0)] * self.layers
+
+    def attention(self, name: str, call: AttentionCall) -> Tensor:
+        """What a candidate gives in the place of a layer's softmax attention."""
+        module = self.modules[name][call.layer]
+        return module(call.query, call.key, call.value, call.lengths, *((None,) if module.causal else ()))
+
+    def outcome(self, ids: Tensor, visit: Callable[[AttentionCall], Tensor | None]) -> Tensor:
+        """The pooled embedding (dim,), or log-probabilities of the next token (length, vocabulary)."""
+        with torch.no_grad(), watch_attention(self.base, visit):
+            if self.causal:
+                return self.base(ids, use_cache=False).logits[0].float().log_softmax(-1)
+            return self.base.base_model(ids).last_hidden_state[0].float().mean(0)
+
+    def swapped(self, ids: Tensor, names: Sequence[str | None]) -> Tensor:
+        """The outcome with the candidates of these names in the layers, first layer first; None is softmax."""
+
+        def visit(call: AttentionCall) -> Tensor | None:
+            name = names[call.layer]
+            return None if name is None else self.attention(name, call)
+
+        return self.outcome(ids, visit)
+
+    def loss(self, wanted: Tensor, found: Tensor) -> float:
+        """How far an outcome is from the softmax model's; see `Analysis.measure`."""
+        if self.causal:
+            return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+        return float(1 - F.cosine_similarity(wanted.double(), found.double(), dim=0))
+
+
+class Check:
+    """Measures choices of candidates in the whole model, for `suggest`.
+
+    Args:
+        model, texts, tokenizer, from_pretrained_kwargs: as in `analyze`. The documents may be the same, or others.
+        analysis: whose candidates are chosen from, and whose config says how many documents of what length are read.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        texts: Sequence[str],
+        analysis: Analysis,
+        *,
+        tokenizer: Any = None,
+        **from_pretrained_kwargs: Any,
+    ) -> None:
+        candidates = {candidate.name: candidate.settings for candidate in analysis.candidates}
+        base, documents = _prepared(model, texts, analysis.config, tokenizer, from_pretrained_kwargs)
+        self.model = SwappedModel(base.eval(), analysis.config, candidates)
+        self._inputs = [torch.tensor([document], device=base.device) for document in documents]
+        self._wanted = [self.model.swapped(ids, [None] * self.model.layers) for ids in self._inputs]
+
+    def __call__(self, names: Sequence[str | None]) -> float:
+        """The loss of the whole model, mean over documents."""
+        pairs = zip(self._wanted, self._inputs, strict=True)
+        losses = [self.model.loss(wanted, self.model.swapped(ids, names)) for wanted, ids in pairs]
+        return sum(losses) / len(losses)
+
+
+class _Analyzer(SwappedModel):
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        documents: list[list[int]],
+        config: AnalyzeConfig,
+        candidates: Mapping[str, AttentionConfig],
+    ) -> None:
+        super().__init__(base, config, candidates)
+        self.documents, self.length = documents, max(len(document) for document in documents)
 
     def run(self) -> Analysis:
         sums = [
@@ -253,24 +346,26 @@ class _Analyzer:
                 shape = tuple(call.query.shape)
                 sums[call.layer].add(call.query[0], call.key[0])
                 wanted = call.output[0].double()
-                apart = [(self._run(name, call)[0].double() - wanted).square().sum((1, 2)) for name in names]
+                apart = [(self.attention(name, call)[0].double() - wanted).square().sum((1, 2)) for name in names]
                 found.append((torch.stack(apart).cpu(), wanted.square().sum((1, 2)).cpu()))
 
-            wanted = self._outcome(ids, look)
+            wanted = self.outcome(ids, look)
             error, size = torch.stack([x for x, _ in found], 1), torch.stack([x for _, x in found])
             errors, sizes = errors + error, sizes + size
             bar.update(1)
             for index, name in enumerate(names):
                 for layer in range(self.layers):
-                    loss[index, layer] += self._loss(wanted, self._outcome(ids, self._instead(name, layer)))
+                    alone = [name if layer == other else None for other in range(self.layers)]
+                    loss[index, layer] += self.loss(wanted, self.swapped(ids, alone))
                     bar.update(1)
-                together[index] += self._loss(wanted, self._outcome(ids, self._instead(name, None)))
+                together[index] += self.loss(wanted, self.swapped(ids, [name] * self.layers))
                 bar.update(1)
         bar.close()
         relative = (errors / sizes.clamp_min(1e-300)).sqrt()
         softmax, costs, rest = self._costs(shape)
         count = len(self.documents)
         return Analysis(
+            model=_name(self.base.config.name_or_path),
             model_type=self.base.config.model_type,
             heads=shape[1],
             head_dim=shape[3],
@@ -293,26 +388,6 @@ class _Analyzer:
             softmax=softmax,
             rest=rest,
         )
-
-    def _run(self, name: str, call: AttentionCall) -> Tensor:
-        module = self.modules[name][call.layer]
-        return module(call.query, call.key, call.value, call.lengths, *((None,) if module.causal else ()))
-
-    def _instead(self, name: str, layer: int | None) -> Callable[[AttentionCall], Tensor | None]:
-        """What puts the candidate in the place of softmax, in one layer or, with None, in all."""
-        return lambda call: self._run(name, call) if layer is None or call.layer == layer else None
-
-    def _outcome(self, ids: Tensor, visit: Callable[[AttentionCall], Tensor | None]) -> Tensor:
-        """The pooled embedding (dim,), or log-probabilities of the next token (length, vocabulary)."""
-        with torch.no_grad(), watch_attention(self.base, visit):
-            if self.causal:
-                return self.base(ids, use_cache=False).logits[0].float().log_softmax(-1)
-            return self.base.base_model(ids).last_hidden_state[0].float().mean(0)
-
-    def _loss(self, wanted: Tensor, found: Tensor) -> float:
-        if self.causal:
-            return float((wanted.exp() * (wanted - found)).sum(-1).mean())
-        return float(1 - F.cosine_similarity(wanted.double(), found.double(), dim=0))
 
     def _costs(self, shape: tuple[int, ...]) -> tuple[Cost, dict[str, Cost], Cost]:
         device = self.base.device

@@ -72,6 +72,7 @@ def _errors(analysis: Analysis, path: Path) -> Path:
         image = axes.imshow(candidate.errors, vmin=0, vmax=1, cmap="magma_r", aspect="auto")
         axes.set_title(candidate.name, fontsize=9)
         axes.set_xlabel("head")
+        axes.xaxis.get_major_locator().set_params(integer=True)
     panels[0][0].set_ylabel("layer")
     figure.colorbar(image, ax=panels[0][-1], label="relative error")
     return save_figure(figure, path)
@@ -97,6 +98,8 @@ def _quality(analysis: Analysis, suggestion: Suggestion | None, path: Path) -> P
             axes.plot(getattr(suggestion, unit), max(suggestion.expected_loss, 1e-6), "*", color="C3", markersize=14)
         axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1)
         axes.set_yscale("log")
+        # room for the last names
+        axes.margins(x=0.12)
         axes.set_xlabel(f"{unit} of the model, softmax = 1, at {analysis.length:,} tokens")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(analysis.measure)

@@ -12,14 +12,13 @@ from .suggest import BUDGETS, Suggestion, described
 
 
 def write_report(
-    analysis: Analysis, folder: str | Path, *, suggestion: Suggestion | None = None, name: str = "", command: str = ""
+    analysis: Analysis, folder: str | Path, *, suggestion: Suggestion | None = None, command: str = ""
 ) -> Path:
     """Write the files, each whole, and the plots where matplotlib is installed.
 
     Args:
         folder: is made if it is not there; what an earlier analysis left is replaced.
         suggestion: marked in the plots, and written as suggestion.json for `hf-linattn convert --config`.
-        name: of the checkpoint, for the title.
         command: what made it.
 
     Returns:
@@ -34,17 +33,15 @@ def write_report(
         plots = draw_plots(analysis, folder, suggestion)
     except ImportError:
         plots = []
-    write_whole(folder / "report.md", markdown(analysis, suggestion, plots, name=name, command=command))
+    write_whole(folder / "report.md", markdown(analysis, suggestion, plots, command=command))
     return folder / "report.md"
 
 
-def markdown(
-    analysis: Analysis, suggestion: Suggestion | None, plots: list[Path], *, name: str = "", command: str = ""
-) -> str:
+def markdown(analysis: Analysis, suggestion: Suggestion | None, plots: list[Path], *, command: str = "") -> str:
     """The report as text."""
     made = f"Made on {machine_text(machine())}" + (f" by\n\n```bash\n{command}\n```" if command else ".")
     parts = [
-        f"# Attention of {name or analysis.model_type}",
+        f"# Attention of {analysis.model or analysis.model_type}",
         f"{analysis.layers} layers, {analysis.heads} heads of {analysis.head_dim}; {analysis.documents} documents of "
         f"up to {analysis.length:,} tokens. {made}",
         "## Layers",

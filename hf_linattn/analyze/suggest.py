@@ -1,5 +1,8 @@
 """Which settings to give which layer, from an analysis, under a budget or for a wanted fidelity."""
 
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +13,8 @@ from .analysis import Analysis, settings_by_layer
 BUDGETS = ("time", "memory", "operations")
 # Partial choices that are kept, of those that no other one beats in both cost and loss.
 _KEPT = 2000
+# Choices, and single settings among them, that are measured in the whole model.
+_MEASURED, _UNIFORM = 12, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,7 @@ def suggest(
     memory: float | None = None,
     operations: float | None = None,
     fidelity: float | None = None,
+    check: Callable[[Sequence[str | None]], float] | None = None,
 ) -> Suggestion:
     """The choice of settings by layer that loses least within a budget, or costs least at a wanted fidelity.
 
@@ -105,7 +111,50 @@ def suggest(
             f"Softmax itself is within what is wanted, and no setting is better at {analysis.length:,} tokens: convert "
             "nothing, or ask for less than 1."
         )
-    return described(analysis, best[2])
+    if check is None:
+        return described(analysis, best[2])
+
+    def allowed(names: tuple[str | None, ...]) -> bool:
+        return all(relative(analysis, names, name) <= value for name, value in given.items())
+
+    measured = {names: check(names) for names in _promising(analysis, best[2], choices, allowed)}
+    if wanted is None:
+        names = min(measured, key=lambda names: measured[names])
+    else:
+        reached = [names for names in measured if measured[names] <= wanted]
+        if not reached:
+            raise ValueError(
+                f"fidelity={fidelity} was expected of {', '.join(str(name) for name in best[2])}, and the whole model "
+                f"has a loss of {measured[best[2]]:.3g} with it ({analysis.measure}); ask for a little more."
+            )
+        names = min(reached, key=lambda names: relative(analysis, names, unit))
+    return dataclasses.replace(described(analysis, names), expected_loss=measured[names])
+
+
+def _promising(
+    analysis: Analysis,
+    best: tuple[str | None, ...],
+    choices: list[str | None],
+    allowed: Callable[[tuple[str | None, ...]], bool],
+) -> list[tuple[str | None, ...]]:
+    """The best choice by expectation, the best single settings, and what differs from one of them in two layers."""
+    losses = _losses(analysis)
+
+    def expected(names: tuple[str | None, ...]) -> float:
+        return sum(losses[layer][name] for layer, name in enumerate(names))
+
+    uniform = [(name,) * analysis.layers for name in choices if name is not None]
+    uniform = sorted((names for names in uniform if allowed(names)), key=expected)[:_UNIFORM]
+    found = set()
+    for start in (best, *uniform):
+        for first, second in itertools.combinations(range(analysis.layers), 2):
+            for names in itertools.product(choices, repeat=2):
+                changed = list(start)
+                changed[first], changed[second] = names
+                found.add(tuple(changed))
+    # by expectation first: whether one is allowed takes longer to tell
+    ranked = (names for names in sorted(found, key=expected) if any(names) and allowed(names))
+    return list(dict.fromkeys([best, *uniform, *itertools.islice(ranked, _MEASURED)]))
 
 
 def described(analysis: Analysis, names: tuple[str | None, ...]) -> Suggestion:

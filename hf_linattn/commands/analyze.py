@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..analyze import CANDIDATES, Analysis, AnalyzeConfig, analyze, suggest
+from ..analyze import CANDIDATES, Analysis, AnalyzeConfig, Check, analyze, suggest
 from ..analyze.report import layer_table, suggestion_text, write_report
 from ..documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig
@@ -17,7 +17,9 @@ from .options import add_options, taken
 class AnalyzeOptions:
     """Options of `hf-linattn analyze` beside those of the data and the analysis."""
 
-    output: str = field(metadata={"help": "Folder of the report. An analysis that is there is not made again."})
+    output: str = field(
+        metadata={"help": "Folder of the report. An analysis of the same settings that is there is not made again."}
+    )
     texts: str | None = field(default=None, metadata=DataConfig.__dataclass_fields__["dataset"].metadata)
     candidates: list[str] | None = field(
         default=None,
@@ -55,20 +57,24 @@ def run(given: dict[str, Any]) -> None:
     selection = {f.name: given.pop(f.name) for f in dataclasses.fields(DataConfig) if f.name in given}
     config = taken(given, AnalyzeConfig)
     kept = Path(options.output) / "analysis.json"
-    if kept.exists() and options.texts is None:
-        analysis = Analysis.load(kept)
-    elif options.texts is None:
-        raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
-    else:
+    # a folder's name, not where it lies
+    name = Path(model).absolute().name if Path(model).is_dir() else model
+    check = None
+    if options.texts is not None:
         candidates = _chosen(options.candidates)
         documents = load_documents(DataConfig(dataset=options.texts, **selection))
         texts = [document.text for document in documents.documents]
-        analysis = analyze(model, texts, config, candidates=candidates)
+        earlier = Analysis.load(kept) if kept.exists() else None
+        same = earlier is not None and (earlier.model, earlier.config, earlier.names) == (name, config, [*candidates])
+        analysis = earlier if same and earlier else analyze(model, texts, config, candidates=candidates)
+        check = Check(model, texts, analysis)
+    elif kept.exists():
+        analysis = Analysis.load(kept)
+    else:
+        raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
     wanted = {name: getattr(options, name) for name in ("time", "memory", "operations", "fidelity")}
-    suggestion = suggest(analysis, **wanted) if any(x is not None for x in wanted.values()) else None
-    # a folder's name, not where it lies
-    name = Path(model).absolute().name if Path(model).is_dir() else model
-    path = write_report(analysis, options.output, suggestion=suggestion, name=name, command=command)
+    suggestion = suggest(analysis, **wanted, check=check) if any(x is not None for x in wanted.values()) else None
+    path = write_report(analysis, options.output, suggestion=suggestion, command=command)
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
     print(f"\nWritten: {path}, analysis.json and plots.")
 

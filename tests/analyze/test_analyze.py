@@ -106,10 +106,12 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_json_and_the_report(found: tuple[str, Analysis], tmp_path: Path) -> None:
     _, analysis = found
-    path = write_report(analysis, tmp_path / "a report", name="tiny")
+    path = write_report(analysis, tmp_path / "a report")
     assert Analysis.load(path.parent) == analysis
     text = path.read_text()
-    assert "# Attention of tiny" in text and all(candidate.name in text for candidate in analysis.candidates)
+    assert f"# Attention of {analysis.model_type}" in text and all(
+        candidate.name in text for candidate in analysis.candidates
+    )
     for plot in ("spectrum", "energy", "errors", "quality-cost"):
         assert (path.parent / f"{plot}.png").read_bytes()[:4] == b"\x89PNG" and f"({plot}.png)" in text
     values = json.loads((path.parent / "analysis.json").read_text()) | {"format_version": 99}

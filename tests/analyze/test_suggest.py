@@ -28,6 +28,7 @@ def _cost(value: float) -> Cost:
 def _analysis(measure: str = "1 - cosine of the pooled embedding", together: float = 1.0) -> Analysis:
     empty = {f"{name}_{kind}": () for name in ("logit", "attention") for kind in ("spectrum", "energy")}
     return Analysis(
+        model="tiny",
         model_type="bert",
         heads=2,
         head_dim=4,
@@ -77,6 +78,25 @@ def test_the_cheapest_choice_of_a_wanted_fidelity() -> None:
 def test_what_all_layers_lose_together_is_in_the_expectation() -> None:
     found = suggest(_analysis(together=1.5), time=0.3)
     assert found.names == ("cheap",) * 3 and found.expected_loss == pytest.approx(1.5 * 0.14)
+
+
+def test_a_check_in_the_whole_model_decides_among_the_promising() -> None:
+    best = suggest(_analysis(), time=0.45)
+    asked = []
+
+    def check(names) -> float:
+        asked.append(tuple(names))
+        return 0.5 if tuple(names) == best.names else 0.02 + 0.001 * len(asked)
+
+    found = suggest(_analysis(), time=0.45, check=check)
+    assert asked[0] == best.names and asked[1] == ("middle",) * 3 and len(asked) == len(set(asked)) > 5
+    assert found.names == ("middle",) * 3 and found.expected_loss == pytest.approx(0.022)
+    assert all(described(_analysis(), names).time <= 0.45 for names in asked)
+    # what the numbers of the analysis say is right is kept
+    same = suggest(_analysis(), time=0.45, check=lambda names: described(_analysis(), tuple(names)).expected_loss)
+    assert same.names == best.names
+    with pytest.raises(ValueError, match=r"fidelity=0\.97 was expected"):
+        suggest(_analysis(), fidelity=0.97, check=lambda names: 0.5)
 
 
 def test_memory_is_that_of_the_largest_layer() -> None:
