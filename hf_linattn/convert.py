@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ def convert(
         dtype=base.dtype,
         device_map=device_map,
         output_loading_info=True,
+        **_init_options(base),
     )
     model, report = loaded
     problems = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -164,8 +166,15 @@ def extend_positions(model: PreTrainedModel, max_length: int, *, position_extens
     state = dict(model.state_dict())
     _extend_positions(state, model, config, position_extension)
     longer: Any = type(model)
-    extended = longer.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
+    options = _init_options(model)
+    extended = longer.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype, **options)
     return extended.to(model.device).eval()
+
+
+def _init_options(base: PreTrainedModel) -> dict[str, Any]:
+    """What a model was made with beside its config: whether it has a pooler."""
+    takes = "add_pooling_layer" in inspect.signature(type(base).__init__).parameters
+    return {"add_pooling_layer": False} if takes and getattr(base, "pooler", None) is None else {}
 
 
 def _tokenizer(base: PreTrainedModel) -> Any:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
+from hf_linattn.convert import extend_positions
 from hf_linattn.modeling.families import FAMILIES
 
 from .helpers import ENCODERS, HEADS, POSITIONS, config_id, converted_model, inputs_for, outputs_of, tiny_model, tokens
@@ -272,3 +273,12 @@ def test_converted_loss_is_a_number() -> None:
     assert isinstance(model, AutoModelForMaskedLM._model_mapping[type(tiny_model().config)])
     input_ids = tokens(20)
     assert math.isfinite(model(input_ids, labels=input_ids).loss.item())
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_model_without_a_pooler_has_none_afterwards(family: str) -> None:
+    base = type(tiny_model(family))(tiny_model(family).config, add_pooling_layer=False).eval()
+    inputs = inputs_for("AutoModel")
+    model = convert(base, EXACT[0])
+    assert model.pooler is None and extend_positions(base, 2 * POSITIONS).pooler is None
+    torch.testing.assert_close(outputs_of(model, inputs), outputs_of(base, inputs), atol=1e-5, rtol=1e-5)
