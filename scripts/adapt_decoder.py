@@ -17,7 +17,6 @@ Trained on are texts of which two in three are such repetitions, the third is as
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -197,7 +196,6 @@ def main() -> int:
     repeated = repeated_passages(tokenizer, options.repeated)
     outcomes: dict[str, dict[str, list[float]]] = {}
     models = {"softmax (original)": Path(base), "direct swap": swap, "adapted": adapted}
-    start = time.process_time()
     for model_name, folder in tqdm(models.items(), unit="model"):
         model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
         for suffix, (near, far) in _BRANCHES.items() if folder != Path(base) else [("", (True, True))]:
@@ -233,7 +231,6 @@ def main() -> int:
         "tokens": {"perplexity": documents.numel(), "repeated": options.repeated * (PASSAGE - _CUE)},
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "measuring_cpu_seconds": round(time.process_time() - start),
         "rows": rows_of(outcomes, MAX_LENGTH - 1),
         "notes": notes,
     }
