@@ -61,7 +61,7 @@ def convert(
         seed: seed of random features and fixed projections. Default: the config's, which is 0 unless set.
         position_extension: how positions beyond the checkpoint's get their embeddings: "repeat" the table,
             or "interpolate" it.
-        calibration_texts: documents that feature maps and projections are fitted to, layer by layer, a few dozen;
+        calibration_texts: documents that feature maps and projections are fitted to, layer by layer, about a hundred;
             see `hf_linattn.calibration`. No weight of the model itself is trained. Default: none, and features and
             projections start as their papers say.
         calibration_length: how many tokens of each of them, at most as many as the checkpoint reads.

@@ -74,7 +74,7 @@ def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibration", required=True, help="File or dataset of documents to calibrate on.")
-    parser.add_argument("--calibration-documents", type=int, default=32, help="How many of them.")
+    parser.add_argument("--calibration-documents", type=int, default=96, help="How many of them.")
     parser.add_argument("--texts", nargs="+", required=True, help="Files or datasets of documents to measure on.")
     parser.add_argument("--documents", type=int, default=24, help="How many of each.")
     parser.add_argument("--seeds", type=int, default=2, help="Seeds of random features.")

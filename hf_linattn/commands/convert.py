@@ -54,7 +54,7 @@ class ConvertOptions:
             "help": "Documents, as --dataset of the other commands, to which features and projections are fitted."
         },
     )
-    calibration_documents: int = field(default=32, metadata={"help": "How many of them."})
+    calibration_documents: int = field(default=96, metadata={"help": "How many of them."})
     overwrite: bool = field(default=False, metadata={"help": "Replace an earlier conversion in the output folder."})
 
 
