@@ -11,7 +11,7 @@ model, and forgotten before the next one runs, so that memory holds one layer at
   for any mu, nu and a, whose factors before the mean can be written into the features. The variance of FAVOR+ grows
   with |q + k|^2 (Choromanski et al. 2021, arXiv:2009.14794, Lemma 2): mu and nu are the means of keys and queries, and
   a makes both equally long. Then they are trained on the layer's own output.
-* The projections of Linformer (`learned`, `conv`) are trained likewise, from segment means on.
+* The projections of Linformer (`learned`) are trained likewise, from segment means on.
 """
 
 import math
@@ -46,7 +46,7 @@ def calibrate(model: LinAttnPreTrainedModel, base: PreTrainedModel, documents: S
         documents: token ids of each, no longer than `base` reads; about a hundred are enough.
 
     Raises:
-        ValueError: a layer has nothing that data could fit, all layers share one module, or there is no document.
+        ValueError: a layer has nothing that is fitted, all layers share one module, or there is no document.
     """
     family = FAMILIES[model.config.base_model_type]
     modules = [getattr(attention, "linattn", None) for _, attention in self_attentions(model, family)]
@@ -94,10 +94,10 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
                     f"calibration_texts: feature_map={module.config.feature_map!r} has nothing that data could fit; it "
                     "must be 'learned'."
                 )
-        elif module.config.projection not in ("learned", "conv"):
+        elif module.config.projection != "learned":
+            # a fitted `conv` was no better than segment means on documents of other kinds
             raise ValueError(
-                f"calibration_texts: projection={module.config.projection!r} has nothing that data could fit; it must "
-                "be 'learned' or 'conv'."
+                f"calibration_texts: projection={module.config.projection!r} is not fitted; it must be 'learned'."
             )
 
 

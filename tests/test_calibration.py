@@ -19,7 +19,7 @@ CONFIGS = [
     dataclasses.replace(LEARNED, window_size=8, global_tokens=1),
     LinformerConfig(projection_length=8),
     LinformerConfig(projection_length=4, window_size=8, global_tokens=1),
-    LinformerConfig(projection_length=8, projection="conv"),
+    LinformerConfig(projection_length=8, sharing="none"),
 ]
 
 
@@ -124,7 +124,8 @@ def _tokenizer(folder) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LinformerConfig(projection_length=8, projection="mean"), "projection='mean' has nothing"),
+        (LinformerConfig(projection_length=8, projection="mean"), "projection='mean' is not fitted"),
+        (LinformerConfig(projection_length=8, projection="conv"), "projection='conv' is not fitted"),
         (LinformerConfig(projection_length=8, sharing="layers"), "share one module"),
         (PerformerConfig(num_features=8), "feature_map='positive' has nothing"),
     ],
