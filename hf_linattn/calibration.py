@@ -51,6 +51,8 @@ def calibrate(model: LinAttnPreTrainedModel, base: PreTrainedModel, documents: S
     family = FAMILIES[model.config.base_model_type]
     modules = [getattr(attention, "linattn", None) for _, attention in self_attentions(model, family)]
     check_calibration(model)
+    # where nothing is far there is nothing to fit
+    modules = [module if module is not None and module.config.far else None for module in modules]
     documents = [document for document in documents if len(document)]
     if not documents:
         raise ValueError("calibration_texts holds no text.")
@@ -87,7 +89,10 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
     settings = model.attention_config
     if FAMILIES[model.config.base_model_type].shares_layers or getattr(settings, "sharing", None) == "layers":
         raise ValueError("calibration_texts: layers that share one module cannot be fitted one after the other.")
-    for _, module in model.linear_attentions():
+    fitted = [module for _, module in model.linear_attentions() if module.config.far]
+    if not fitted:
+        raise ValueError("calibration_texts: far=False in all layers leaves nothing to fit.")
+    for module in fitted:
         if isinstance(module, PerformerAttention):
             if module.config.feature_map != "learned":
                 raise ValueError(

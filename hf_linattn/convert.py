@@ -136,7 +136,7 @@ def convert(
         check_calibration(model)
         tokenizer = _tokenizer(base) if tokenizer is None else tokenizer
         length = min(calibration_length, base.config.max_position_embeddings - position_offset(base.config))
-        texts = [text for text in calibration_texts if text.strip()]
+        texts = [text for text in checked_texts(calibration_texts, "calibration_texts") if text.strip()]
         documents = tokenizer(texts, truncation=True, max_length=length)["input_ids"] if texts else []
         calibrate(model, base, documents)
         model.config.linattn_calibration = {"documents": len(documents), "tokens": sum(map(len, documents))}
@@ -169,6 +169,21 @@ def extend_positions(model: PreTrainedModel, max_length: int, *, position_extens
     options = _init_options(model)
     extended = longer.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype, **options)
     return extended.to(model.device).eval()
+
+
+def checked_texts(texts: Any, name: str) -> list[str]:
+    """The texts as a list.
+
+    Raises:
+        TypeError: they are one string, whose letters would be taken for texts, or some are no strings.
+    """
+    if isinstance(texts, str):
+        raise TypeError(f"{name} is one string; it must be a list of strings.")
+    listed = list(texts)
+    if not all(isinstance(text, str) for text in listed):
+        kinds = ", ".join(sorted({type(text).__name__ for text in listed}))
+        raise TypeError(f"{name} holds {kinds}; it must be a list of strings.")
+    return listed
 
 
 def _init_options(base: PreTrainedModel) -> dict[str, Any]:

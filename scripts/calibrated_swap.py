@@ -67,7 +67,7 @@ def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
         axes.set_xlim(0, 1)
         axes.set_title(name)
         axes.set_xlabel("pooled cosine to the original")
-    panels[0][0].legend(loc="lower left")
+    panels[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=2)
     save_figure(figure, path)
 
 

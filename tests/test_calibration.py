@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn import AttentionConfig, LayerwiseConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.calibration import calibrate, center
 from hf_linattn.modeling.feature_maps import FeatureMap
 from hf_linattn.softmax import AttentionCall, watch_attention
@@ -133,6 +133,24 @@ def _tokenizer(folder) -> PreTrainedTokenizerFast:
 def test_what_cannot_be_fitted_is_refused(config: AttentionConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert(tiny_model("bert"), config, calibration_texts=["a"])
+
+
+def test_layers_without_a_far_part_are_passed_over() -> None:
+    base = _sharp("bert")
+    window = LinformerConfig(projection_length=4, window_size=8, global_tokens=1, far=False)
+    model, before = (convert(base, LayerwiseConfig(by_layer={0: window, 1: LEARNED})) for _ in range(2))
+    calibrate(model, base, _documents(3, seed=0))
+    state = before.state_dict()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, state[name])}
+    assert changed and all(".layer.1." in name for name in changed)
+    with pytest.raises(ValueError, match="far=False in all layers leaves nothing to fit"):
+        convert(base, window, calibration_texts=["a"])
+
+
+@pytest.mark.parametrize(("texts", "kind"), [("one string", "one string"), ([1, "a"], "holds int, str")])
+def test_texts_that_are_none_are_refused(texts: object, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"calibration_texts {'is ' if 'one' in kind else ''}{kind}"):
+        convert(tiny_model("bert"), LEARNED, calibration_texts=texts, tokenizer=object())
 
 
 def test_texts_without_a_word_and_models_without_a_tokenizer_are_refused() -> None:

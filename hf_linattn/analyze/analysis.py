@@ -15,7 +15,7 @@ from accelerate.utils import tqdm
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..convert import converted_config, extend_positions
+from ..convert import checked_texts, converted_config, extend_positions
 from ..cost import linear_flops, softmax_flops
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
 from ..modeling.families import FAMILIES
@@ -128,10 +128,17 @@ class Analysis:
 
     @staticmethod
     def load(path: str | Path) -> "Analysis":
-        """Read an analysis.json, or the folder that has one."""
+        """Read an analysis.json, or the folder that has one.
+
+        Raises:
+            ValueError: the file is damaged, of something else, or of a newer version.
+        """
         path = Path(path)
         path = path / "analysis.json" if path.is_dir() else path
-        return Analysis.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            return Analysis.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path)!r} is no analysis that this hf-linattn reads: {error}") from error
 
 
 def analyze(
@@ -192,9 +199,10 @@ def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int, see
     """Token ids of `count` texts, each cut to `length` tokens: drawn of those that fill it, or else the longest.
 
     Raises:
+        TypeError: `texts` is one string, or holds what is none.
         ValueError: there is no text.
     """
-    chosen = sorted((text for text in texts if text.strip()), key=len, reverse=True)
+    chosen = sorted((text for text in checked_texts(texts, "texts") if text.strip()), key=len, reverse=True)
     if not chosen:
         raise ValueError("texts holds no text.")
     filling = [text for text in chosen if len(text) >= _CHARACTERS_PER_TOKEN * length]
@@ -233,6 +241,8 @@ class SwappedModel:
         self.settings: dict[str, AttentionConfig] = {}
         self.modules: dict[str, list[LinearAttention]] = {}
         self.converted: dict[str, Any] = {}
+        if not candidates:
+            raise ValueError("candidates is empty: there is nothing to try.")
         for name, settings in candidates.items():
             if settings.layers is not None:
                 raise ValueError(

@@ -129,8 +129,9 @@ def suggestion_text(analysis: Analysis, suggestion: Suggestion) -> str:
         for layer, name in enumerate(suggestion.names)
     ]
     expected = ", ".join(f"{getattr(suggestion, unit):.2f} of {unit}" for unit in BUDGETS)
+    how = "Measured in the whole model" if suggestion.measured else "Expected from single layers"
     return (
-        f"Expected, without training: a loss of {suggestion.expected_loss:.4g} ({analysis.measure}), and relative to "
+        f"{how}, without training: a loss of {suggestion.expected_loss:.4g} ({analysis.measure}), and relative to "
         f"softmax {expected}.\n\n{table(['layer', 'candidate', 'settings'], rows)}\n\n"
         "`hf-linattn convert MODEL --config suggestion.json --output DIR` makes it."
     )

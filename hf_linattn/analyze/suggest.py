@@ -25,6 +25,7 @@ class Suggestion:
         names: the candidate of each layer; None where softmax stays.
         config: what `convert` takes.
         expected_loss: as the analysis measures it, without training, on documents like those that it read.
+        measured: whether that was measured with these settings in the whole model, or follows from single layers.
         time, operations: of the whole model, and memory: of the attention layer that takes most, each relative to
             softmax at the length of the analysis.
     """
@@ -32,6 +33,7 @@ class Suggestion:
     names: tuple[str | None, ...]
     config: LayerwiseConfig
     expected_loss: float
+    measured: bool
     time: float
     memory: float
     operations: float
@@ -42,6 +44,7 @@ class Suggestion:
             "config": self.config.to_dict(),
             "names": list(self.names),
             "expected_loss": self.expected_loss,
+            "measured": self.measured,
             **{name: getattr(self, name) for name in BUDGETS},
         }
 
@@ -77,7 +80,7 @@ def suggest(
     if not given and fidelity is None:
         raise ValueError("Give a budget (time, memory or operations) or a wanted fidelity.")
     for name, value in {**given, **({} if fidelity is None else {"fidelity": fidelity})}.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"{name}={value!r} must be a number above 0.")
     if time is not None and operations is not None:
         raise ValueError(f"time={time} and operations={operations}: give one of them.")
@@ -98,18 +101,20 @@ def suggest(
     ]
     if not within:
         cheapest, nearest = front[0], front[-1]
+        asked = {**given, **({} if fidelity is None else {"fidelity": fidelity})}
+        if not any(cheapest[2]):
+            raise ValueError(f"No setting costs less {unit} than softmax at {analysis.length:,} tokens.")
         raise ValueError(
-            f"No choice has {', '.join(f'{k}={v}' for k, v in given.items())}"
-            + (f" fidelity={fidelity}" if fidelity is not None else "")
-            + f". The cheapest takes {relative(analysis, cheapest[2], unit):.3f} of softmax's {unit} with an expected "
-            f"loss of {cheapest[1]:.3g}; the nearest to the original {relative(analysis, nearest[2], unit):.3f} with "
+            f"No choice has {', '.join(f'{name}={value}' for name, value in asked.items())}. The cheapest takes "
+            f"{relative(analysis, cheapest[2], unit):.3f} of softmax's {unit} with an expected loss of "
+            f"{cheapest[1]:.3g}; the nearest to the original {relative(analysis, nearest[2], unit):.3f} with "
             f"{nearest[1]:.3g} ({analysis.measure})."
         )
     best = min(within, key=lambda choice: (choice[1], choice[0]) if wanted is None else (choice[0], choice[1]))
     if not any(best[2]):
         raise ValueError(
-            f"Softmax itself is within what is wanted, and no setting is better at {analysis.length:,} tokens: convert "
-            "nothing, or ask for less than 1."
+            f"Softmax in all layers is within what is wanted, and the best choice at {analysis.length:,} tokens: "
+            "convert nothing, or give a budget below 1."
         )
     if check is None:
         return described(analysis, best[2])
@@ -128,7 +133,7 @@ def suggest(
                 f"has a loss of {measured[best[2]]:.3g} with it ({analysis.measure}); ask for a little more."
             )
         names = min(reached, key=lambda names: relative(analysis, names, unit))
-    return dataclasses.replace(described(analysis, names), expected_loss=measured[names])
+    return dataclasses.replace(described(analysis, names), expected_loss=measured[names], measured=True)
 
 
 def _promising(
@@ -164,6 +169,7 @@ def described(analysis: Analysis, names: tuple[str | None, ...]) -> Suggestion:
         names=names,
         config=settings_by_layer(analysis, names),
         expected_loss=sum(losses[layer][name] for layer, name in enumerate(names)),
+        measured=False,
         **{unit: relative(analysis, names, unit) for unit in BUDGETS},
     )
 

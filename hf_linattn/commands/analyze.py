@@ -54,6 +54,7 @@ def run(given: dict[str, Any]) -> None:
     """Analyze, or take the analysis that is there; suggest if asked for; write the report."""
     options, command = taken(given, AnalyzeOptions), given.pop("command_line")
     model = given.pop("model")
+    asked = sorted(given)
     selection = {f.name: given.pop(f.name) for f in dataclasses.fields(DataConfig) if f.name in given}
     config = taken(given, AnalyzeConfig)
     kept = Path(options.output) / "analysis.json"
@@ -64,12 +65,17 @@ def run(given: dict[str, Any]) -> None:
         candidates = _chosen(options.candidates)
         documents = load_documents(DataConfig(dataset=options.texts, **selection))
         texts = [document.text for document in documents.documents]
-        earlier = Analysis.load(kept) if kept.exists() else None
+        earlier = _earlier(kept)
         same = earlier is not None and (earlier.model, earlier.config, earlier.names) == (name, config, [*candidates])
         analysis = earlier if same and earlier else analyze(model, texts, config, candidates=candidates)
         check = Check(model, texts, analysis)
     elif kept.exists():
         analysis = Analysis.load(kept)
+        if asked or options.candidates or analysis.model != name:
+            raise ValueError(
+                f"{str(kept)!r} is an analysis of {analysis.model!r} at {analysis.length:,} tokens; give --texts for "
+                "one of another model, other candidates or other settings, or leave these out."
+            )
     else:
         raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
     wanted = {name: getattr(options, name) for name in ("time", "memory", "operations", "fidelity")}
@@ -77,6 +83,14 @@ def run(given: dict[str, Any]) -> None:
     path = write_report(analysis, options.output, suggestion=suggestion, command=command)
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
     print(f"\nWritten: {path}, analysis.json and plots.")
+
+
+def _earlier(path: Path) -> Analysis | None:
+    """What was left of another start; what cannot be read is made again."""
+    try:
+        return Analysis.load(path) if path.exists() else None
+    except ValueError:
+        return None
 
 
 def _chosen(names: list[str] | None) -> dict[str, AttentionConfig]:

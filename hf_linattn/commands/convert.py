@@ -28,7 +28,9 @@ class ConvertOptions:
     )
     config: str | None = field(
         default=None,
-        metadata={"help": "File of attention settings, such as the suggestion.json of hf-linattn analyze."},
+        metadata={
+            "help": "JSON file of attention settings, or the folder of hf-linattn analyze, whose suggestion it takes."
+        },
     )
     auto_class: str | None = field(
         default=None,
@@ -109,12 +111,14 @@ def _of_file(options: ConvertOptions, given: dict[str, Any]) -> AttentionConfig:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise ValueError(f"{names}: not with --config, whose file has all settings.")
     path = Path(str(options.config))
+    path = path / "suggestion.json" if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        settings = values.get("config", values)
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ValueError(f"--config {str(path)!r} holds no settings in JSON: {error}") from error
-    config = AttentionConfig.from_dict(settings)
+        if not isinstance(values, dict) or not isinstance(values.get("config", values), dict):
+            raise ValueError(f"it holds {str(values)[:40]!r}")
+        config = AttentionConfig.from_dict(values.get("config", values))
+    except ValueError as error:
+        raise ValueError(f"--config {str(path)!r} holds no attention settings: {error}") from error
     return dataclasses.replace(config, **given)
 
 

@@ -220,7 +220,9 @@ class LayerwiseConfig(AttentionConfig):
     def __post_init__(self) -> None:
         name = type(self).__name__
         if not isinstance(self.by_layer, dict) or not self.by_layer:
-            raise ValueError(f"{name}: by_layer={self.by_layer!r} must give the settings of at least one layer.")
+            raise ValueError(
+                f"{name}: by_layer={self.by_layer!r} must be a dict that gives the settings of at least one layer."
+            )
         # JSON has strings for keys, and dicts for settings
         try:
             layers: dict[int, Any] = {int(index): settings for index, settings in self.by_layer.items()}
@@ -234,6 +236,11 @@ class LayerwiseConfig(AttentionConfig):
             if not isinstance(settings, tuple(METHODS.values())):
                 raise ValueError(
                     f"{name}: by_layer[{index}]={settings!r} must be a LinformerConfig or a PerformerConfig."
+                )
+            if settings.max_length not in (None, self.max_length):
+                raise ValueError(
+                    f"{name}: by_layer[{index}].max_length={settings.max_length}, and that of the whole model is "
+                    f"{self.max_length}."
                 )
             if settings.layers is not None:
                 raise ValueError(f"{name}: by_layer[{index}].layers={settings.layers} must not be set.")
@@ -263,7 +270,8 @@ class LayerwiseConfig(AttentionConfig):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with the settings of each layer in full."""
         by_layer = {str(index): settings.to_dict() for index, settings in self.by_layer.items()}
-        return {**super().to_dict(), "by_layer": by_layer}
+        # which layers there are is told once
+        return {**super().to_dict(), "layers": None, "by_layer": by_layer}
 
 
 def _switched(settings: AttentionConfig, *, near: bool, far: bool) -> AttentionConfig:

@@ -44,6 +44,8 @@ def linformer_attention(
         (batch, heads, length, value_dim) in the dtype of `value`.
     """
     length, slots = query.shape[2], projection.slots
+    # a block longer than the rows is the row
+    window_size = min(window_size, length)
     real_lengths = row_lengths(lengths, length, query.device)
     segments = segment(real_lengths, length, slots, first=global_tokens, padded=lengths is not None)
     seen = torch.arange(length, device=query.device)[:global_tokens] < real_lengths[:, None]
@@ -166,6 +168,8 @@ def linformer_attention_reference(
     In the dtype of the inputs. Arguments as in `linformer_attention`.
     """
     length, slots = query.shape[2], projection.slots
+    # a block longer than the rows is the row
+    window_size = min(window_size, length)
     real_lengths = row_lengths(lengths, length, query.device)
     segments = segment(real_lengths, length, slots, first=global_tokens)
     is_near = near_mask(length, lengths, window_size, global_tokens, query.device)

@@ -56,6 +56,8 @@ def performer_attention(
         (batch, heads, length, value_dim) in the dtype of `value`.
     """
     length, dtype = query.shape[2], value.dtype
+    # a block longer than the rows is the row
+    window_size = min(window_size, length)
     query, key, value = query.float(), key.float(), value.float()
     real_lengths = row_lengths(lengths, length, query.device)
     position = torch.arange(length, device=query.device)

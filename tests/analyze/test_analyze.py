@@ -128,13 +128,21 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
     options = ["--output", str(report), "--operations", "0.99"]
     common = ["--length", str(POSITIONS), "--documents", "2", "--spectrum-length", "16"]
     assert main(["analyze", str(folder), "--texts", str(texts), *options, *common]) == 0
-    assert "Expected, without training" in capsys.readouterr().out
+    assert "Measured in the whole model, without training" in capsys.readouterr().out
     # the analysis is kept, and another suggestion needs no documents
     made = (report / "analysis.json").read_bytes()
     assert main(["analyze", str(folder), *options]) == 0
     assert (report / "analysis.json").read_bytes() == made
     suggestion = json.loads((report / "suggestion.json").read_text())
-    assert main(["convert", str(folder), "--config", str(report / "suggestion.json"), "--output", str(output)]) == 0
+    # what would not be looked at is refused; what is damaged is named, and made again where there are texts
+    assert main(["analyze", str(folder), *options, "--length", "32"]) == 1
+    assert "give --texts for one" in capsys.readouterr().err
+    (report / "analysis.json").write_bytes(made[:500])
+    assert main(["analyze", str(folder), *options]) == 1
+    assert "analysis.json' is no analysis" in capsys.readouterr().err
+    assert main(["analyze", str(folder), "--texts", str(texts), *options, *common]) == 0
+    assert Analysis.load(report).names == Analysis.from_dict(json.loads(made)).names
+    assert main(["convert", str(folder), "--config", str(report), "--output", str(output)]) == 0
     model = AutoModel.from_pretrained(output)
     assert model.config.linattn["by_layer"].keys() == suggestion["config"]["by_layer"].keys()
     for index, (_, module) in zip(suggestion["config"]["by_layer"], model.linear_attentions(), strict=True):
@@ -151,7 +159,7 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
             "--candidates 'window 9' is not among 'window 8'",
         ),
         (["convert", "{base}", "--output", "{out}"], "Give --method"),
-        (["convert", "{base}", "--output", "{out}", "--config", "{bad}"], "holds no settings in JSON"),
+        (["convert", "{base}", "--output", "{out}", "--config", "{bad}"], "holds no attention settings"),
         (
             ["convert", "{base}", "--output", "{out}", "--config", "{bad}", "--method", "linformer"],
             "--method: not with",
@@ -174,6 +182,10 @@ def test_the_commands_name_what_is_missing(
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="texts holds no text"):
         analyze(_model("bert"), ["", "  "], CONFIG, tokenizer=_Numbers())
+    with pytest.raises(TypeError, match="texts is one string"):
+        analyze(_model("bert"), "a text", CONFIG, tokenizer=_Numbers())
+    with pytest.raises(ValueError, match="candidates is empty"):
+        analyze(_model("bert"), TEXTS, CONFIG, candidates={}, tokenizer=_Numbers())
     with pytest.raises(ValueError, match="model_type='t5' is not supported"):
         from transformers import T5Config, T5Model
 

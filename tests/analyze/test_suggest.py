@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
@@ -91,6 +92,7 @@ def test_a_check_in_the_whole_model_decides_among_the_promising() -> None:
     found = suggest(_analysis(), time=0.45, check=check)
     assert asked[0] == best.names and asked[1] == ("middle",) * 3 and len(asked) == len(set(asked)) > 5
     assert found.names == ("middle",) * 3 and found.expected_loss == pytest.approx(0.022)
+    assert found.measured and not best.measured
     assert all(described(_analysis(), names).time <= 0.45 for names in asked)
     # what the numbers of the analysis say is right is kept
     same = suggest(_analysis(), time=0.45, check=lambda names: described(_analysis(), tuple(names)).expected_loss)
@@ -121,11 +123,12 @@ def test_the_config_is_what_convert_takes() -> None:
         ({"time": 0.1}, r"cheapest takes 0.300 of softmax's time"),
         ({"memory": 0.01}, "least that a candidate takes is 0.125"),
         ({"fidelity": 1.5}, "at most 1"),
-        ({"time": 1.0}, "Softmax itself is within what is wanted"),
-        ({"fidelity": 1.0}, "Softmax itself is within what is wanted"),
+        ({"time": 1.0}, "Softmax in all layers is within what is wanted"),
+        ({"fidelity": 1.0}, "Softmax in all layers is within what is wanted"),
         ({"time": -1}, "time=-1 must be a number above 0"),
+        ({"fidelity": math.nan}, "fidelity=nan must be a number above 0"),
         ({"time": 0.5, "operations": 0.5}, "give one of them"),
-        ({"time": 0.31, "fidelity": 0.99}, "time=0.31 fidelity=0.99"),
+        ({"time": 0.31, "fidelity": 0.99}, "time=0.31, fidelity=0.99"),
     ],
 )
 def test_what_cannot_be_had_is_told(wanted: dict, message: str) -> None:
