@@ -21,7 +21,7 @@ from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, P
 from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinearAttention, linear_attention
 from ..softmax import AttentionCall, SoftmaxAttention, watch_attention
-from .config import CANDIDATES, AnalyzeConfig
+from .config import AnalyzeConfig, candidates_for
 from .cost import Cost, linear_layers_operations, measure
 from .spectra import HeadStatistics, LayerStatistics, LayerSums
 
@@ -159,7 +159,7 @@ def analyze(
         model: a Hub id, a folder, or a loaded model; an encoder's embedding is the mean over its tokens.
         texts: documents; `config.documents` of them are read, drawn of those that are long enough, or else the longest.
         config: default: `AnalyzeConfig()`.
-        candidates: name -> settings to try. Default: `hf_linattn.analyze.CANDIDATES`.
+        candidates: name -> settings to try. Default: `CANDIDATES`, or of a decoder `DECODER_CANDIDATES`.
         tokenizer: for a loaded model. Default: the checkpoint's.
         from_pretrained_kwargs: for an id or folder, passed on to `from_pretrained`.
 
@@ -167,8 +167,8 @@ def analyze(
         ValueError: the architecture is not supported, or no text is left.
     """
     config = AnalyzeConfig() if config is None else config
-    candidates = CANDIDATES if candidates is None else candidates
     base, documents = _prepared(model, texts, config, tokenizer, from_pretrained_kwargs)
+    candidates = candidates_for(base.config.model_type) if candidates is None else candidates
     training = base.training
     try:
         return _Analyzer(base.eval(), documents, config, candidates).run()

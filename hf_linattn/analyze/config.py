@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..modeling.configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
+from ..modeling.families import FAMILIES
 
 
 def _window(size: int, **settings: Any) -> LinformerConfig:
     return LinformerConfig(window_size=size, global_tokens=1, **settings)
 
 
-#: Settings that are tried in every layer unless others are given. A window goes with the first token.
+#: Settings that are tried in every layer of an encoder unless others are given. A window goes with the first token.
 CANDIDATES: dict[str, AttentionConfig] = {
     **{f"window {size}": _window(size, projection_length=1, far=False) for size in (8, 16, 24, 32, 48, 64, 96)},
     **{f"window {size} + k=32": _window(size, projection_length=32) for size in (16, 32, 48, 64, 96)},
@@ -19,6 +20,27 @@ CANDIDATES: dict[str, AttentionConfig] = {
     "window 64 + m=64": PerformerConfig(num_features=64, feature_map="learned", window_size=64, global_tokens=1),
     "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
 }
+
+
+def _causal_window(size: int, **settings: Any) -> PerformerConfig:
+    return PerformerConfig(window_size=size, global_tokens=1, feature_map="learned", **settings)
+
+
+#: The same for a decoder. Nothing far is a Performer's window there: a causal Linformer also sees the segment exactly
+#: that has not ended yet.
+DECODER_CANDIDATES: dict[str, AttentionConfig] = {
+    **{f"window {size}": _causal_window(size, num_features=1, far=False) for size in (16, 32, 64, 128)},
+    **{f"window {size} + k=64": _window(size, projection_length=64) for size in (32, 64, 128)},
+    **{f"Linformer k={k}": LinformerConfig(projection_length=k, global_tokens=1) for k in (64, 128, 256)},
+    "window 64 + m=64": _causal_window(64, num_features=64),
+    "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
+}
+
+
+def candidates_for(model_type: str) -> dict[str, AttentionConfig]:
+    """What is tried in a model of this type unless something else is given."""
+    causal = model_type in FAMILIES and FAMILIES[model_type].causal
+    return DECODER_CANDIDATES if causal else CANDIDATES
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..analyze import CANDIDATES, Analysis, AnalyzeConfig, Check, analyze, suggest
+from transformers import AutoConfig
+
+from ..analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, Check, analyze, suggest
+from ..analyze.config import candidates_for
 from ..analyze.report import layer_table, suggestion_text, write_report
 from ..documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig
@@ -23,7 +26,10 @@ class AnalyzeOptions:
     texts: str | None = field(default=None, metadata=DataConfig.__dataclass_fields__["dataset"].metadata)
     candidates: list[str] | None = field(
         default=None,
-        metadata={"help": f"Settings to try. Default: all of {', '.join(map(repr, CANDIDATES))}."},
+        metadata={
+            "help": f"Settings to try. Default: all of {', '.join(map(repr, CANDIDATES))}; of a decoder all of "
+            f"{', '.join(map(repr, DECODER_CANDIDATES))}."
+        },
     )
     time: float | None = field(
         default=None,
@@ -62,7 +68,7 @@ def run(given: dict[str, Any]) -> None:
     name = Path(model).absolute().name if Path(model).is_dir() else model
     check = None
     if options.texts is not None:
-        candidates = _chosen(options.candidates)
+        candidates = _chosen(options.candidates, AutoConfig.from_pretrained(model).model_type)
         documents = load_documents(DataConfig(dataset=options.texts, **selection))
         texts = [document.text for document in documents.documents]
         earlier = _earlier(kept)
@@ -93,9 +99,8 @@ def _earlier(path: Path) -> Analysis | None:
         return None
 
 
-def _chosen(names: list[str] | None) -> dict[str, AttentionConfig]:
-    if unknown := [name for name in names or [] if name not in CANDIDATES]:
-        raise ValueError(
-            f"--candidates {', '.join(map(repr, unknown))} is not among {', '.join(map(repr, CANDIDATES))}."
-        )
-    return CANDIDATES if names is None else {name: CANDIDATES[name] for name in names}
+def _chosen(names: list[str] | None, model_type: str) -> dict[str, AttentionConfig]:
+    known = candidates_for(model_type)
+    if unknown := [name for name in names or [] if name not in known]:
+        raise ValueError(f"--candidates {', '.join(map(repr, unknown))} is not among {', '.join(map(repr, known))}.")
+    return known if names is None else {name: known[name] for name in names}

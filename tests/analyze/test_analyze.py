@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from transformers import AutoModel
 
 from hf_linattn import LayerwiseConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.analyze import CANDIDATES, Analysis, AnalyzeConfig, analyze
+from hf_linattn.analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, analyze
 from hf_linattn.analyze.analysis import tokenized
+from hf_linattn.analyze.config import candidates_for
 from hf_linattn.analyze.cost import measure
 from hf_linattn.analyze.report import write_report
 from hf_linattn.cli import main
@@ -174,6 +175,7 @@ def test_the_commands_name_what_is_missing(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.json").write_text("{")
+    tiny_model("bert").config.save_pretrained(tmp_path)
     names = {"base": tmp_path, "out": tmp_path / "out", "bad": tmp_path / "bad.json"}
     assert main([argument.format(**names) for argument in arguments]) == 1
     assert message in capsys.readouterr().err
@@ -200,6 +202,16 @@ def test_bad_input_is_refused() -> None:
         AnalyzeConfig(length=0)
     with pytest.raises(ValueError, match="feature_error=2"):
         AnalyzeConfig(feature_error=2)
+
+
+def test_a_window_alone_is_one_in_decoders_too() -> None:
+    # as long as max_length, of which a causal Linformer without an ended segment would see everything exactly
+    for family, known in (("bert", CANDIDATES), ("gpt2", DECODER_CANDIDATES)):
+        assert candidates_for(family) is known
+    base = _model("gpt2")
+    settings = {"window 16": DECODER_CANDIDATES["window 16"]}
+    (candidate,) = analyze(base, TEXTS, CONFIG, candidates=settings, tokenizer=_Numbers()).candidates
+    assert candidate.uniform_loss > 1e-5 and min(candidate.errors[0]) > 1e-3
 
 
 def test_memory_is_what_lives_at_once() -> None:
