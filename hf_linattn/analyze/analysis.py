@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import tqdm
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..convert import checked_texts, converted_config, extend_positions
 from ..cost import linear_flops, softmax_flops
@@ -219,11 +219,10 @@ def _name(name_or_path: str | None) -> str:
 
 
 def _load(model_id: str, kwargs: dict[str, Any]) -> PreTrainedModel:
-    model = AutoModel.from_pretrained(model_id, **kwargs)
-    if model.config.model_type in FAMILIES and FAMILIES[model.config.model_type].causal:
-        # what a decoder loses shows in its logits
-        model = AutoModelForCausalLM.from_pretrained(model_id, **kwargs)
-    return model
+    model_type = AutoConfig.from_pretrained(model_id, **{k: v for k, v in kwargs.items() if k != "dtype"}).model_type
+    # what a decoder loses shows in its logits
+    causal = model_type in FAMILIES and FAMILIES[model_type].causal
+    return (AutoModelForCausalLM if causal else AutoModel).from_pretrained(model_id, **kwargs)
 
 
 class SwappedModel:
@@ -252,7 +251,7 @@ class SwappedModel:
             self.converted[name] = converted = converted_config(base.config, self.settings[name], config.max_length)
 
             def make(layer: int, converted: Any = converted) -> LinearAttention:
-                return linear_attention(converted.attention, converted, layer).to(base.device)
+                return linear_attention(converted.attention, converted, layer).to(base.device, base.dtype)
 
             # random features are each layer's own; projections start alike, and take memory
             performer = isinstance(settings, PerformerConfig)
