@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from embeddings import embeddings, mean
 from minilm import minilm_folder
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
@@ -39,16 +40,6 @@ SETTINGS: dict[str, AttentionConfig] = {
     "window 64 + first token + 64 means": LinformerConfig(projection_length=64, **JOINED),
     "window 64 + first token + Performer, m=128": PerformerConfig(num_features=128, feature_map="learned", **JOINED),
 }
-
-
-def _mean(cosines: np.ndarray) -> float:
-    return float(np.mean(cosines))
-
-
-@torch.no_grad()
-def embeddings(model: Any, documents: list[list[int]]) -> torch.Tensor:
-    """Mean-pooled embedding of each document, (documents, dim)."""
-    return torch.stack([model(torch.tensor([ids])).last_hidden_state[0].double().mean(0) for ids in documents])
 
 
 def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
@@ -109,8 +100,8 @@ def main() -> None:
         row: dict[str, Any] = {"setting": setting, "seconds": seconds}
         for name, kinds in cosines.items():
             by_kind = {kind: [(values,) for values in found] for kind, found in kinds.items()}
-            numbers = {kind: bootstrap_interval(_mean, found) for kind, found in by_kind.items()}
-            numbers["gain"] = bootstrap_difference(_mean, by_kind["calibrated"], by_kind["default"])
+            numbers = {kind: bootstrap_interval(mean, found) for kind, found in by_kind.items()}
+            numbers["gain"] = bootstrap_difference(mean, by_kind["calibrated"], by_kind["default"])
             row[name] = {kind: [x.value, x.low, x.high] for kind, x in numbers.items()}
         rows.append(row)
     report = {

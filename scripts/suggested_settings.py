@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from embeddings import embeddings, mean
 from minilm import minilm_folder
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
@@ -30,16 +31,6 @@ from hf_linattn.convert import extend_positions
 from hf_linattn.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
-
-
-def _mean(cosines: np.ndarray) -> float:
-    return float(np.mean(cosines))
-
-
-@torch.no_grad()
-def embeddings(model: Any, documents: list[list[int]]) -> torch.Tensor:
-    """Mean-pooled embedding of each document, (documents, dim)."""
-    return torch.stack([model(torch.tensor([ids])).last_hidden_state[0].double().mean(0) for ids in documents])
 
 
 def plot(rows: list[dict[str, Any]], unit: str, path: Path) -> None:
@@ -108,7 +99,7 @@ def main() -> None:
         if cost < 1:
             suggestion = suggest(analysis, **{options.unit: cost * (1 + 1e-9)}, check=check)
             ours = cosines(suggestion.config)
-            apart = bootstrap_difference(_mean, [(ours,)], [(uniform,)])
+            apart = bootstrap_difference(mean, [(ours,)], [(uniform,)])
             row |= {
                 "suggested": list(suggestion.names),
                 "suggested_cost": getattr(suggestion, options.unit),
@@ -116,7 +107,7 @@ def main() -> None:
                 "suggested_expected": 1 - suggestion.expected_loss,
                 "difference": [apart.value, apart.low, apart.high],
             }
-        interval = bootstrap_interval(_mean, [(uniform,)])
+        interval = bootstrap_interval(mean, [(uniform,)])
         row["interval"] = [interval.low, interval.high]
         rows.append(row)
     rows.sort(key=lambda row: row["cost"])

@@ -26,7 +26,7 @@ def write_report(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "analysis.json", json.dumps(analysis.to_dict(), indent=1) + "\n")
+    write_whole(folder / "analysis.json", json.dumps(analysis.to_dict()) + "\n")
     if suggestion is not None:
         write_whole(folder / "suggestion.json", json.dumps(suggestion.to_dict(), indent=1) + "\n")
     try:

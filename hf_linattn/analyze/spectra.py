@@ -172,7 +172,8 @@ class LayerSums:
             for head in range(len(means["entropy"]))
         )
         spectra = {
-            f"{name}_{kind}": tuple(means[f"{name}_{kind}"].tolist())
+            # hundreds of numbers a layer: as many digits as anyone reads
+            f"{name}_{kind}": tuple(float(f"{value:.4g}") for value in means[f"{name}_{kind}"].tolist())
             for name in ("logit", "attention")
             for kind in ("spectrum", "energy")
         }
