@@ -11,6 +11,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers.utils.hub
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, GenerationConfig
 
@@ -56,6 +57,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+        # made when it is first asked for, by whatever test came before
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         yield running

@@ -129,8 +129,10 @@ def _in_runs(
             _joined(masks).expand(key.shape[0], -1, -1, -1).flatten(0, 1),
         )
         # and rows of the batch become blocks again
-        outputs.append(out.transpose(1, 2).unflatten(0, (-1, end - begin)).flatten(1, 2))
-    return torch.cat(outputs, dim=1)[:, :length].transpose(1, 2)
+        outputs.append(out.transpose(1, 2).unflatten(0, (-1, end - begin)))
+    # (batch, blocks, window, heads, dim) -> (batch, length, heads, dim); after `cat`, which makes one piece of memory
+    # of them whatever an exporter puts in the place of the softmax
+    return torch.cat(outputs, dim=1).flatten(1, 2)[:, :length].transpose(1, 2)
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor) -> Tensor:
