@@ -42,8 +42,8 @@ def markdown(analysis: Analysis, suggestion: Suggestion | None, plots: list[Path
     made = f"Made on {machine_text(machine())}" + (f" by\n\n```bash\n{command}\n```" if command else ".")
     parts = [
         f"# Attention of {analysis.model or analysis.model_type}",
-        f"{analysis.layers} layers, {analysis.heads} heads of {analysis.head_dim}; {analysis.documents} documents of "
-        f"up to {analysis.length:,} tokens. {made}",
+        f"{analysis.layers} layers, {analysis.heads} heads of {analysis.head_dim}; {analysis.documents} "
+        f"document{'s' * (analysis.documents != 1)} of up to {analysis.length:,} tokens. {made}",
         "## Layers",
         "How many singular values hold "
         + ", ".join(f"{share:.0%}" for share in SHARES)
