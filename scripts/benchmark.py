@@ -274,9 +274,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.set_xticks([int(n) for n in lengths], [f"{int(n):,}" for n in lengths])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
