@@ -74,6 +74,8 @@ def run(given: dict[str, Any]) -> None:
         earlier = _earlier(kept)
         same = earlier is not None and (earlier.model, earlier.config, earlier.names) == (name, config, [*candidates])
         analysis = earlier if same and earlier else analyze(model, texts, config, candidates=candidates)
+        # kept also where nothing can be suggested
+        write_report(analysis, options.output, command=command)
         check = Check(model, texts, analysis)
     elif kept.exists():
         analysis = Analysis.load(kept)

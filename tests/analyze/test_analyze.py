@@ -128,6 +128,9 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
     texts.write_text("".join(json.dumps({"text": " ".join(["w5"] * 80)}) + "\n" for _ in range(3)))
     options = ["--output", str(report), "--operations", "0.99"]
     common = ["--length", str(POSITIONS), "--documents", "2", "--spectrum-length", "16"]
+    # what cannot be had costs a word, and not the analysis
+    assert main(["analyze", str(folder), "--texts", str(texts), *options[:2], "--operations", "0.01", *common]) == 1
+    assert "No choice has operations=0.01" in capsys.readouterr().err and (report / "analysis.json").exists()
     assert main(["analyze", str(folder), "--texts", str(texts), *options, *common]) == 0
     assert "Measured in the whole model, without training" in capsys.readouterr().out
     # the analysis is kept, and another suggestion needs no documents
