@@ -11,6 +11,12 @@ import torch
 import transformers
 
 
+def checkpoint_name(name_or_path: str | None) -> str:
+    """What a report calls a checkpoint: its Hub id, or of a folder its name, not where it lies."""
+    name = name_or_path or ""
+    return Path(name).absolute().name if name and Path(name).is_dir() else name
+
+
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     cuda = torch.cuda.is_available()

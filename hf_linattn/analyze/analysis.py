@@ -20,6 +20,7 @@ from ..cost import linear_flops, softmax_flops
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
 from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinearAttention, linear_attention
+from ..report_parts import checkpoint_name
 from ..softmax import AttentionCall, SoftmaxAttention, watch_attention
 from .config import AnalyzeConfig, candidates_for
 from .cost import Cost, linear_layers_operations, measure
@@ -185,9 +186,6 @@ def _prepared(
 ) -> tuple[PreTrainedModel, list[list[int]]]:
     """The softmax model with room for the documents, and their token ids."""
     base = model if isinstance(model, PreTrainedModel) else _load(str(model), from_pretrained_kwargs)
-    if base.config.model_type not in FAMILIES:
-        allowed = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"model_type={base.config.model_type!r} is not supported. Supported are: {allowed}.")
     if tokenizer is None:
         tokenizer = AutoTokenizer.from_pretrained(base.config.name_or_path)
     documents = tokenized(texts, tokenizer, config.length, config.documents, config.seed)
@@ -210,12 +208,6 @@ def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int, see
     # what is cut off before the tokenizer would be cut off after it
     texts = [text[: 4 * _CHARACTERS_PER_TOKEN * length] for text in chosen]
     return tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
-
-
-def _name(name_or_path: str | None) -> str:
-    """Of a folder its name, not where it lies."""
-    name = name_or_path or ""
-    return Path(name).absolute().name if name and Path(name).is_dir() else name
 
 
 def _load(model_id: str, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -374,7 +366,7 @@ class _Analyzer(SwappedModel):
         softmax, costs, rest = self._costs(shape)
         count = len(self.documents)
         return Analysis(
-            model=_name(self.base.config.name_or_path),
+            model=checkpoint_name(self.base.config.name_or_path),
             model_type=self.base.config.model_type,
             heads=shape[1],
             head_dim=shape[3],

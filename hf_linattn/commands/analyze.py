@@ -11,8 +11,10 @@ from transformers import AutoConfig
 from ..analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, Check, analyze, suggest
 from ..analyze.config import candidates_for
 from ..analyze.report import layer_table, suggestion_text, write_report
+from ..analyze.suggest import BUDGETS
 from ..documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig
+from ..report_parts import checkpoint_name
 from .options import add_options, taken
 
 
@@ -64,9 +66,9 @@ def run(given: dict[str, Any]) -> None:
     selection = {f.name: given.pop(f.name) for f in dataclasses.fields(DataConfig) if f.name in given}
     config = taken(given, AnalyzeConfig)
     kept = Path(options.output) / "analysis.json"
-    # a folder's name, not where it lies
-    name = Path(model).absolute().name if Path(model).is_dir() else model
-    check = None
+    name, check = checkpoint_name(model), None
+    wanted = {unit: getattr(options, unit) for unit in (*BUDGETS, "fidelity")}
+    suggesting = any(value is not None for value in wanted.values())
     if options.texts is not None:
         candidates = _chosen(options.candidates, AutoConfig.from_pretrained(model).model_type)
         documents = load_documents(DataConfig(dataset=options.texts, **selection))
@@ -74,9 +76,10 @@ def run(given: dict[str, Any]) -> None:
         earlier = _earlier(kept)
         same = earlier is not None and (earlier.model, earlier.config, earlier.names) == (name, config, [*candidates])
         analysis = earlier if same and earlier else analyze(model, texts, config, candidates=candidates)
-        # kept also where nothing can be suggested
-        write_report(analysis, options.output, command=command)
-        check = Check(model, texts, analysis)
+        if suggesting:
+            # kept also where nothing can be suggested
+            write_report(analysis, options.output, command=command)
+            check = Check(model, texts, analysis)
     elif kept.exists():
         analysis = Analysis.load(kept)
         if asked or options.candidates or analysis.model != name:
@@ -86,8 +89,7 @@ def run(given: dict[str, Any]) -> None:
             )
     else:
         raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
-    wanted = {name: getattr(options, name) for name in ("time", "memory", "operations", "fidelity")}
-    suggestion = suggest(analysis, **wanted, check=check) if any(x is not None for x in wanted.values()) else None
+    suggestion = suggest(analysis, **wanted, check=check) if suggesting else None
     path = write_report(analysis, options.output, suggestion=suggestion, command=command)
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
     print(f"\nWritten: {path}, analysis.json and plots.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..report_parts import attention_text, machine_text, table, write_whole
+from ..report_parts import attention_text, checkpoint_name, machine_text, table, write_whole
 from .columns import EXTENDED, TRUNCATED
 from .plots import draw_plots, slug
 
@@ -20,9 +20,8 @@ _MIB = 1024 * 1024
 def describe_base(base: str, length: int) -> dict[str, Any]:
     """What the report tells about the softmax checkpoint; of a folder its name, not where it lies."""
     config = AutoConfig.from_pretrained(base)
-    name = Path(base).absolute().name if Path(base).is_dir() else base
     return {
-        "name": name,
+        "name": checkpoint_name(base),
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
