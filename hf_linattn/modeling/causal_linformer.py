@@ -23,13 +23,12 @@ from transformers import initialization as init
 
 from .blocks import after_end, first_tokens, last_tokens
 from .cache import LinAttnCacheLayer
+from .joined_softmax import NEVER
 from .linformer import LinformerAttention
 from .projections import PROJECTIONS
 
 # Queries that share one gathered list of keys, at least, and tokens that are worked on at a time.
 _BLOCK, _PIECE = 128, 1024
-# Columns added to queries and keys for the log mass of summaries: one would do, but fast kernels want multiples of 8.
-_COLUMNS = 8
 
 
 class CausalLinformerState(NamedTuple):
@@ -383,13 +382,9 @@ def _exact_and_summaries(
     token_rank = seen[:, None] + torch.arange(-reach, grid, device=device)
     ended = _ended_segments(rank, segment_length, window, first)
     if summaries is not None:
-        # a column more for keys, which queries meet with a one: the log mass
-        log_mass = projection.log_mass(summaries[0])[..., None].expand(*summaries[0].shape[:3], 1)
-        weighed = F.pad(torch.cat((summaries[0], log_mass), dim=-1), (0, _COLUMNS - 1)).to(query.dtype)
-        summaries = weighed, summaries[1].to(query.dtype)
-        query = F.pad(F.pad(query, (0, 1), value=1.0), (0, _COLUMNS - 1))
-        tokens = F.pad(tokens[0], (0, _COLUMNS)), tokens[1]
-        leading = F.pad(leading[0], (0, _COLUMNS)), leading[1]
+        # (1 or heads, slots)
+        log_mass = projection.log_mass(summaries[0]).to(query.dtype)
+        summaries = summaries[0].to(query.dtype), summaries[1].to(query.dtype)
 
     pieces, size = [], block * max(_PIECE // block, 1)
     for begin in range(0, grid, size):
@@ -397,7 +392,7 @@ def _exact_and_summaries(
         # (rows, blocks, block, 1)
         ranks = rank[:, begin:end].unflatten(1, (-1, block)).unsqueeze(-1)
         past = ended[:, begin:end].unflatten(1, (-1, block)).unsqueeze(-1)
-        # (batch, blocks, heads, keys, dim) and (rows, blocks, block, keys)
+        # (batch, blocks, heads, keys, dim), and which of them queries see: (rows, blocks, block, keys)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         masks: list[Tensor] = []
@@ -419,14 +414,27 @@ def _exact_and_summaries(
             for parts, x in zip((keys, values), summaries, strict=True):
                 parts.append(x[:, None, :, :slots])
             masks.append(torch.arange(slots, device=device) < past)
-        pieces.append(_softmax(query[:, :, begin:end], keys, values, torch.cat(masks, dim=-1), near))
+        seen_keys = torch.cat(masks, dim=-1)
+        if summaries is not None:
+            # single keys first, whose mass is 1: (1 or heads, keys)
+            added = F.pad(log_mass[:, :slots], (seen_keys.shape[-1] - slots, 0))
+        else:
+            added = query.new_zeros(1, seen_keys.shape[-1])
+        pieces.append(_softmax(query[:, :, begin:end], keys, values, seen_keys, added, near))
     return torch.cat(pieces, dim=2)[:, :, :length]
 
 
-def _softmax(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor, near: bool) -> Tensor:
-    """Attention of query (batch, heads, length, dim) to lists of keys per block, those where the mask is True."""
-    batch, blocks = query.shape[0], mask.shape[1]
-    if not mask.shape[-1]:
+def _softmax(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor, log_mass: Tensor, near: bool
+) -> Tensor:
+    """Attention of query (batch, heads, length, dim) to lists of keys per block, those that are seen.
+
+    Args:
+        seen: (rows, blocks, block, keys), bool.
+        log_mass: (1 or heads, keys), log of what each key stands for.
+    """
+    batch, blocks = query.shape[0], seen.shape[1]
+    if not seen.shape[-1]:
         return query.new_zeros(*query.shape[:3], values[0].shape[-1])
 
     def joined(parts: list[Tensor]) -> Tensor:
@@ -437,14 +445,15 @@ def _softmax(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tens
     nothing = None
     if not near:
         # a query that sees no key looks at all of them, and its output is dropped
-        nothing = ~mask.any(-1, keepdim=True)
-        mask = mask | nothing
+        nothing = ~seen.any(-1, keepdim=True)
+        seen = seen | nothing
+    # (rows, blocks, 1 or heads, block, keys): one mask for all heads, unless their keys weigh differently
+    mask = log_mass.unsqueeze(1).where(seen.unsqueeze(2), NEVER)
     out = F.scaled_dot_product_attention(
         query.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1),
         joined(keys),
         joined(values),
-        # the same mask for all heads
-        attn_mask=mask.expand(batch, *mask.shape[1:]).flatten(0, 1).unsqueeze(1),
+        attn_mask=mask.expand(batch, *mask.shape[1:]).flatten(0, 1),
         scale=1.0,
     )
     # and rows of the batch become blocks again: (batch, blocks, heads, block, dim)

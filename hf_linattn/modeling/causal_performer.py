@@ -36,9 +36,9 @@ from .joined_softmax import NEVER, Partial, exact_part, finite, join, masked
 from .performer import PerformerAttention
 
 # Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.
-_CHUNK, _LEAST_CHUNK = int(__import__("os").environ.get("CH", "64")), 64
+_CHUNK, _LEAST_CHUNK = 64, 64
 # Tokens that are worked on at a time.
-_PIECE = int(__import__("os").environ.get("PC", "1024"))
+_PIECE = 1024
 # Least estimate, as a share of what the scales of a query and a key allow. Smaller ones would be lost to
 # underflow, and with no other key in sight (window_size=0) a query would be left with no mass at all.
 _LEAST_ESTIMATE = 1e-30

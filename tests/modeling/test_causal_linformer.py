@@ -278,6 +278,7 @@ def test_rows_that_are_too_long_are_refused():
         causal_linformer_attention(*make_inputs(103), make_projection())
 
 
+@torch.no_grad()
 def test_learned_starts_as_the_mean():
     inputs = make_inputs()
     expected = causal_linformer_attention(*inputs, make_projection("mean"), window_size=8)
