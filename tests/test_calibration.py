@@ -92,7 +92,7 @@ def test_centring_keeps_what_is_estimated_and_lowers_its_variance(lengths: torch
             ).double()
             if centred:
                 center(features, query, key, lengths)
-            phi = [features(x, side).log_phi.exp() for x, side in ((query, "query"), (key, "key"))]
+            phi = [features(x, side).log2_phi.exp2() for x, side in ((query, "query"), (key, "key"))]
             found.append(phi[0] @ phi[1].transpose(-1, -2))
         stacked = torch.stack(found)
         errors[centred] = float(((stacked / exact) - 1).square().mean())

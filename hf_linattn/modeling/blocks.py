@@ -79,8 +79,8 @@ class FarSums:
     """sum over far tokens j of weights[:, j] x[j] for each block of queries, a run of blocks at a time.
 
     Memory is that of one run: what lies before it is carried from run to run, what lies after it is added up
-    ahead. Subtracting the near blocks from a total would be less work, but would leave only rounding where the near
-    blocks hold almost everything.
+    ahead. Nothing is subtracted (`FarDifferences`): that would leave only rounding where the near blocks hold almost
+    everything.
 
     Args:
         weights: (batch or 1, heads or 1, rows, length).
@@ -96,7 +96,7 @@ class FarSums:
         self.after = [self.start()]
         for begin, end in reversed(runs[1:]):
             tokens = slice((begin + 1) * window, min(end + 1, blocks) * window)
-            part = self._products(weights[..., tokens].unsqueeze(3), x[:, tokens].unsqueeze(1))
+            part = _products(weights[..., tokens].unsqueeze(3), x[:, tokens].unsqueeze(1))
             self.after.append(self.after[-1] + part[:, 0])
         self.after.reverse()
 
@@ -114,29 +114,58 @@ class FarSums:
         Returns:
             (batch, end - begin, rows, heads, dim) and (batch, rows, heads, dim).
         """
-        (begin, end), window = self.runs[index], self.window
-        # one block more on both sides, zeros where there is none
-        low, high = (begin - 1) * window, (end + 1) * window
-        weights = between(self.weights, low, high, dim=-1).unflatten(-1, (-1, window))
-        products = self._products(weights, between(self.x, low, high, dim=1).unflatten(1, (-1, window)))
+        begin, end = self.runs[index]
+        products = _block_products(self.weights, self.x, self.window, begin, end)
         count = end - begin
         earlier = _running(before, products[:, :count])
         later = _running(self.after[index], products[:, 3:].flip(1)).flip(1)
         return earlier[:, :-1] + later, earlier[:, -1]
 
-    @staticmethod
-    def _products(weights: Tensor, x: Tensor) -> Tensor:
-        """weights (batch or 1, heads or 1, rows, blocks, window) and x (batch, blocks, window, heads, dim), per block.
 
-        Returns (batch, blocks, rows, heads, dim).
-        """
-        x = x.float()
-        if weights.shape[1] == 1:
-            # one matrix for all heads, whose columns stand side by side
-            products = weights[:, 0].transpose(1, 2) @ x.flatten(3)
-            return products.unflatten(3, x.shape[3:])
-        # (batch, blocks, heads, rows, window) @ (batch, blocks, heads, window, dim), then rows before heads
-        return (weights.permute(0, 3, 1, 2, 4) @ x.transpose(2, 3)).transpose(2, 3)
+class FarDifferences:
+    """The same sums as those of all tokens minus those of near ones: less work, and no state between the runs.
+
+    What rounding leaves is of the size of the sum over all tokens. That does no harm where the sums are used as they
+    are, and would where they are divided by how much is far.
+
+    Args:
+        weights: (batch or 1, heads or 1, rows, length).
+        x: (batch, length, heads, dim), of any dtype; sums are float32.
+        window: tokens of a block.
+    """
+
+    def __init__(self, weights: Tensor, x: Tensor, window: int) -> None:
+        self.weights, self.x, self.window = weights, x, window
+        # all tokens as one block: (batch, 1, rows, heads, dim)
+        self.total = _products(weights.unsqueeze(3), x.unsqueeze(1))
+
+    def run(self, begin: int, end: int) -> Tensor:
+        """The sums for the blocks begin .. end - 1: (batch, end - begin, rows, heads, dim)."""
+        products = _block_products(self.weights, self.x, self.window, begin, end)
+        return self.total - products[:, :-2] - products[:, 1:-1] - products[:, 2:]
+
+
+def _block_products(weights: Tensor, x: Tensor, window: int, begin: int, end: int) -> Tensor:
+    """Sums over each of the blocks begin - 1 .. end, zeros where there is none; shapes as in `FarSums`."""
+    low, high = (begin - 1) * window, (end + 1) * window
+    return _products(
+        between(weights, low, high, dim=-1).unflatten(-1, (-1, window)),
+        between(x, low, high, dim=1).unflatten(1, (-1, window)),
+    )
+
+
+def _products(weights: Tensor, x: Tensor) -> Tensor:
+    """weights (batch or 1, heads or 1, rows, blocks, window) and x (batch, blocks, window, heads, dim), per block.
+
+    Returns (batch, blocks, rows, heads, dim), float32.
+    """
+    x = x.float()
+    if weights.shape[1] == 1:
+        # one matrix for all heads, whose columns stand side by side
+        products = weights[:, 0].transpose(1, 2) @ x.flatten(3)
+        return products.unflatten(3, x.shape[3:])
+    # (batch, blocks, heads, rows, window) @ (batch, blocks, heads, window, dim), then rows before heads
+    return (weights.permute(0, 3, 1, 2, 4) @ x.transpose(2, 3)).transpose(2, 3)
 
 
 def _running(first: Tensor, steps: Tensor) -> Tensor:

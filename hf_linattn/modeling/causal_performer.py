@@ -29,16 +29,15 @@ from .feature_sums import (
     features_in_blocks,
     floor_mass,
     read,
-    rescale,
     sum_up,
 )
-from .joined_softmax import NEVER, Partial, exact_part, finite, join, masked
+from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, finite, join, masked
 from .performer import PerformerAttention
 
 # Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.
 _CHUNK, _LEAST_CHUNK = 64, 64
 # Tokens that are worked on at a time.
-_PIECE = 1024
+_PIECE = 512
 # Least estimate, as a share of what the scales of a query and a key allow. Smaller ones would be lost to
 # underflow, and with no other key in sight (window_size=0) a query would be left with no mass at all.
 _LEAST_ESTIMATE = 1e-30
@@ -55,8 +54,8 @@ class CausalPerformerState(NamedTuple):
     global_key, global_value: (batch, heads, global_tokens, dim), the first keys and values.
     near_key, near_value: (batch, heads, 2 w, dim), the last 2 w keys and values, the newest last.
     sums: (batch, heads, M, value_dim + 1), S and, as the last column, z of all blocks before b - 1, with
-        the features divided by exp(shift). window_size=0: of all keys.
-    shift: (batch, heads, 1, M or 1), the largest log feature of these keys, -inf where there are none.
+        the features divided by 2 ** shift. window_size=0: of all keys.
+    shift: (batch, heads, 1, M or 1), the largest base-2 log of a feature of these keys, -inf where there are none.
     waiting_sums, waiting_shift: the same for ranks (b - 1) w .. seen - w - 1, which are near until block
         b + 1 begins; of size 0 for window_size=0. Each token adds one key here, so that no step is
         more work than another.
@@ -73,25 +72,37 @@ class CausalPerformerState(NamedTuple):
     waiting_shift: Tensor
 
 
-def _scan(sums: Tensor, shift: Tensor, per_chunk: Tensor, chunk_shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is known before each chunk, and after the last.
+def _running_shifts(shift: Tensor, key: Features) -> Tensor:
+    """Largest base-2 log of each feature before each chunk and after the last: (batch, heads, chunks + 1, 1, M or 1).
 
     Args:
-        sums, shift: what was known before, (batch, heads, M, value_dim + 1) and (batch, heads, 1, M or 1).
-        per_chunk, chunk_shift: the sums of each chunk, (batch, heads, chunks, ...).
-
-    Returns:
-        Sums and shift before each chunk, (batch, heads, chunks, ...), then sums and shift after the last.
+        shift: that of earlier keys, (batch, heads, 1, M or 1).
+        key: features in chunks, (batch, heads, chunks, chunk, M or 1), -inf where there is no key.
     """
-    running = torch.cat((shift.unsqueeze(2), chunk_shift), dim=2).cummax(2).values
-    before_shift, after_shift = running[:, :, :-1], running[:, :, 1:]
-    kept = (before_shift - finite(after_shift)).exp().transpose(-1, -2).unbind(2)
-    added = rescale(per_chunk, chunk_shift, after_shift).unbind(2)
-    before = []
-    for keep, new in zip(kept, added, strict=True):
-        before.append(sums)
-        sums = torch.addcmul(new, sums, keep)
-    return torch.stack(before, dim=2), before_shift, sums, running[:, :, -1]
+    per_chunk = key.log2_phi.detach().amax(3, keepdim=True)
+    return torch.cat((shift.unsqueeze(2), per_chunk), dim=2).cummax(2).values
+
+
+def _scan(sums: Tensor, shifts: Tensor, added: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """What is known before each chunk, (batch, heads, chunks, M, value_dim + 1), and after the last.
+
+    Args:
+        sums: of earlier keys, (batch, heads, M, value_dim + 1), on the first of the shifts.
+        shifts: as `_running_shifts` returns them.
+        added: sums of each chunk on the shift after it; written over where no gradient is asked for.
+        base: the shift that the sums before each chunk are wanted on, (batch, heads, chunks, 1, M or 1).
+    """
+    before, after = shifts[:, :, :-1], shifts[:, :, 1:]
+    kept = (before - finite(after)).exp2().transpose(-1, -2).unbind(2)
+    wanted = (before - finite(base)).exp2().transpose(-1, -2).unbind(2)
+    found = []
+    for keep, want, new in zip(kept, wanted, added.unbind(2), strict=True):
+        earlier, sums = sums, torch.addcmul(new, sums, keep)
+        if torch.is_grad_enabled():
+            found.append(earlier * want)
+        else:
+            torch.mul(earlier, want, out=new)
+    return (torch.stack(found, dim=2) if found else added), sums
 
 
 def _far_part(
@@ -116,50 +127,64 @@ def _far_part(
             None for all.
         sums, shift: of earlier keys.
     """
-    length = query.log_phi.shape[2]
+    length = query.log2_phi.shape[2]
     query, key = features_in_blocks(query, chunk), features_in_blocks(key, chunk)
     value_and_one = to_blocks(value_and_one, chunk)
     if held is not None:
         # (rows, 1, chunks, chunk, 1)
         held = held.unflatten(1, (-1, chunk))[:, None, ..., None]
-
-    # `sum_up` may write over it
-    own = Features(key.log_phi.clone(), key.factor) if held is None and window != chunk else key
-    before, before_shift, sums, shift = _scan(sums, shift, *sum_up(own, value_and_one, held))
+        key = Features(masked(key.log2_phi, ~held), key.factor)
+    shifts = _running_shifts(shift, key)
+    before_shift, shift = shifts[:, :, :-1], shifts[:, :, -1]
+    base = before_shift
+    if window != chunk:
+        # Keys of the same chunk are met as pairs. Their scale per feature is that of earlier chunks and of the first
+        # key in this one: the rest must not matter to queries that do not see it.
+        first = slice(1) if held is None else held.to(torch.uint8).argmax(3, keepdim=True)
+        log2_phi = key.log2_phi.detach()
+        log_first = log2_phi[:, :, :, first] if isinstance(first, slice) else log2_phi.take_along_dim(first, dim=3)
+        base = torch.maximum(base, log_first)
+    phi = expand(key, -finite(shifts[:, :, 1:]))
+    before, sums = _scan(sums, shifts, phi.transpose(-1, -2) @ value_and_one, base)
     if window == chunk:
         part = read(query, before, before_shift, signed)
         return Partial(from_blocks(part.shift, length), from_blocks(part.total, length)), sums, shift
 
-    # Keys of the same chunk, as pairs. Their scale per feature is that of earlier chunks and of the first
-    # key in this one: the rest must not matter to queries that do not see it.
-    log_first = key.log_phi.detach()[:, :, :, :1]
-    if held is not None:
-        first = held.to(torch.uint8).argmax(3, keepdim=True)
-        log_first = key.log_phi.detach().take_along_dim(first, dim=3)
-        log_first = log_first.masked_fill(~held.any(3, keepdim=True), NEVER)
-    base = torch.maximum(before_shift, log_first)
-    before, base = rescale(before, before_shift, base), finite(base)
+    base = finite(base)
     phi_query, read_shift = expand_to_one(query, base)
     # and per key a scale of its own, (batch, heads, chunks, chunk, 1), given back below
     phi_key, key_shift = expand_to_one(key, -base)
-    if held is not None:
-        key_shift = key_shift.masked_fill(~held, NEVER)
     level = _running_level(key_shift, window)
     # the largest scale that a query finds; that of the earlier chunks is 0
     level = torch.maximum(level, torch.zeros_like(level).masked_fill(before_shift[..., :1] == NEVER, NEVER))
-    position = torch.arange(chunk, device=level.device)
-    seen = position[:, None] // window > position // window if window else position[:, None] >= position
-    difference = masked(key_shift.transpose(-1, -2) - finite(level), ~seen)
-    scale = difference.exp() if torch.is_grad_enabled() else difference.exp_()
-    earlier = (-finite(level)).exp()
+    # zero for pairs that do not see each other, whose scales may be beyond any number
+    scale = (key_shift.transpose(-1, -2) - finite(level)).exp2_()
+    if window:
+        block = torch.arange(chunk, device=level.device) // window
+        scale = scale.masked_fill_(block[:, None] <= block, 0.0)
+    else:
+        scale = scale.tril_()
+    earlier = (-finite(level)).exp2_()
     estimate = phi_query @ phi_key.transpose(-1, -2)
-    if not (window or signed):
-        estimate = estimate.clamp_min(_LEAST_ESTIMATE)
-    total = torch.addcmul((estimate * scale) @ value_and_one, phi_query @ before, earlier)
+    total = phi_query @ before
+    if torch.is_grad_enabled():
+        estimate = estimate if window or signed else estimate.clamp_min(_LEAST_ESTIMATE)
+        total = torch.addcmul((estimate * scale) @ value_and_one, total, earlier)
+    else:
+        # the same in place
+        estimate = estimate if window or signed else estimate.clamp_min_(_LEAST_ESTIMATE)
+        total = _add_product(total.mul_(earlier), estimate.mul_(scale), value_and_one)
     if signed and key.factor is not None:
         largest = (key.factor[..., -1:].transpose(-1, -2) * scale).sum(-1, keepdim=True)
         total = floor_mass(total, earlier * before[..., -1:, -1:] + largest)
     return Partial(from_blocks(read_shift + level, length), from_blocks(total, length)), sums, shift
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """total + x @ y, written over `total`, which is one piece of memory."""
+    # all leading dimensions as one batch
+    total.flatten(0, -3).baddbmm_(x.flatten(0, -3), y.flatten(0, -3))
+    return total
 
 
 def _running_level(key_shift: Tensor, window: int) -> Tensor:
@@ -186,7 +211,9 @@ def _near_part(query: Tensor, key: Tensor, value_and_one: Tensor, rank: Tensor, 
     past = position <= position[window:, None]
     # (rows, 1, blocks, 1, 2 * window): the key is there, and not global
     there = two_blocks((rank >= first)[:, None, :, None]).transpose(-1, -2)
-    part = exact_part(query_blocks @ two_blocks(key).transpose(-1, -2), past & there, two_blocks(value_and_one))
+    part = exact_part(
+        (query_blocks * LOG2_E) @ two_blocks(key).transpose(-1, -2), past & there, two_blocks(value_and_one)
+    )
     return Partial(from_blocks(part.shift, query.shape[2]), from_blocks(part.total, query.shape[2]))
 
 
@@ -197,8 +224,8 @@ def causal_performer_state(
     batch, heads, _, _ = key.shape
     dtype = torch.promote_types(key.dtype, torch.float32)
     features = bounded_features(feature_map, key[:, :, :0].to(dtype), "key")
-    num_features = features.log_phi.shape[-1] if features.factor is None else features.factor.shape[-1]
-    scales = features.log_phi.shape[-1]
+    num_features = features.log2_phi.shape[-1] if features.factor is None else features.factor.shape[-1]
+    scales = features.log2_phi.shape[-1]
     waiting = bool(window_size)
 
     def tokens(like: Tensor, count: int) -> Tensor:
@@ -373,10 +400,10 @@ def _parallel(
             parts.append(_near_part(queries, keys, values, ranks, window, global_tokens))
         if near and global_tokens:
             past = torch.arange(global_tokens, device=device) <= ranks[:, window:, None]
-            parts.append(exact_part(queries @ first_keys.transpose(-1, -2), past[:, None], first_values))
+            parts.append(exact_part((queries * LOG2_E) @ first_keys.transpose(-1, -2), past[:, None], first_values))
         if far:
             part, sums, shift = _far_part(
-                bounded_features(feature_map, queries, "query"),
+                bounded_features(feature_map, queries, "query", alone=not parts),
                 bounded_features(feature_map, keys[:, :, : end - begin], "key"),
                 values[:, :, : end - begin],
                 None if all_held else held[:, begin:end],
@@ -420,10 +447,10 @@ def _step(
     if near and window:
         near_rank = rank[:, None] + torch.arange(-2 * window, 1, device=device)
         is_near = (near_rank >= global_tokens) & (near_rank >= (rank // window - 1)[:, None] * window)
-        logits = query @ keys.to(dtype).transpose(-1, -2)
+        logits = (query * LOG2_E) @ keys.to(dtype).transpose(-1, -2)
         parts.append(exact_part(logits, is_near[:, None, None], _with_one(values.to(dtype))))
     if near and global_tokens:
-        logits = query @ global_key.to(dtype).transpose(-1, -2)
+        logits = (query * LOG2_E) @ global_key.to(dtype).transpose(-1, -2)
         past = torch.arange(global_tokens, device=device) <= rank[:, None]
         parts.append(exact_part(logits, past[:, None, None], _with_one(global_value.to(dtype))))
     sums, shift, waiting = state.sums, state.shift, (state.waiting_sums, state.waiting_shift)

@@ -1,8 +1,8 @@
 """Feature maps phi with E[phi(q) . phi(k)] = exp(q . k), and those that only resemble it.
 
-Every map is given as phi(x) = factor(x) * exp(log_phi(x)), so that whoever adds features up can move a
-common scale out of the exponent first. Inputs are queries and keys (batch, heads, length, head_dim)
-already multiplied by the square root of the softmax scale.
+Every map is given as phi(x) = factor(x) * 2 ** log2_phi(x), so that whoever adds features up can move a
+common scale out of the exponent first (why base 2: see `joined_softmax`). Inputs are queries and keys (batch,
+heads, length, head_dim) already multiplied by the square root of the softmax scale.
 
 Sources: Choromanski et al. 2021, "Rethinking Attention with Performers" (arXiv:2009.14794), Lemma 1 and
 2 and section 2.4; Katharopoulos et al. 2020 (arXiv:2006.16236), equation 7, for `elu`.
@@ -16,15 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .joined_softmax import LOG2_E
+
 FEATURE_MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu", "learned")
 # relu features may all be zero: the constant of the authors' code keeps every key visible
 _RELU_EPSILON = 1e-3
 
 
 class Features(NamedTuple):
-    """phi = factor * exp(log_phi); either may have a last dimension of 1, `factor` may be None for ones."""
+    """phi = factor * 2 ** log2_phi; either may have a last dimension of 1, `factor` may be None for ones."""
 
-    log_phi: Tensor
+    log2_phi: Tensor
     factor: Tensor | None
 
 
@@ -50,24 +52,52 @@ def random_directions(
     return rows[:num_directions].to(torch.float32)
 
 
-def positive_features(x: Tensor, directions: Tensor) -> Features:
-    """FAVOR+ features exp(w.x - |x|^2 / 2) / sqrt(m), one per direction (Lemma 1); directions (heads, m, d)."""
-    # what does not depend on the direction is added up first: one pass over the features fewer
-    common = x.square().sum(-1, keepdim=True) / 2 + math.log(directions.shape[-2]) / 2
-    projected = x @ directions.transpose(-1, -2)
-    return Features(projected - common if torch.is_grad_enabled() else projected.sub_(common), None)
+def positive_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
+    """FAVOR+ features exp(w.x - |x|^2 / 2) / sqrt(m), one per direction (Lemma 1); directions (heads, m, d).
+
+    relative: leave out what does not depend on the direction.
+    """
+    return Features(_log2_positive(x, directions, None if relative else _square(x) / 2), None)
 
 
-def hyperbolic_features(x: Tensor, directions: Tensor) -> Features:
-    """exp(+-w.x - |x|^2 / 2) / sqrt(2 m), two per direction (Lemma 1, the hyperbolic cosine estimator)."""
-    return positive_features(x, torch.cat((directions, -directions), dim=-2))
+def _log2_positive(x: Tensor, directions: Tensor, half_square: Tensor | None, offset: Tensor | None = None) -> Tensor:
+    """(w.x + offset - half_square - log(m) / 2) * log2(e), written into the product where no gradient is asked for.
+
+    Without half_square, (w.x + offset) * log2(e).
+    """
+    # what is small is scaled, and not the product
+    log2_phi = x @ (directions * LOG2_E).transpose(-1, -2)
+    if offset is not None:
+        offset = offset * LOG2_E
+        log2_phi = log2_phi + offset if torch.is_grad_enabled() else log2_phi.add_(offset)
+    if half_square is not None:
+        # added up first: one pass over the features fewer
+        common = (half_square + math.log(directions.shape[-2]) / 2) * LOG2_E
+        log2_phi = log2_phi - common if torch.is_grad_enabled() else log2_phi.sub_(common)
+    return log2_phi
+
+
+def _square(x: Tensor) -> Tensor:
+    """|x|^2 of the last dimension, which stays, with length 1."""
+    # by the norm: one pass, where squaring and adding up are two; its gradient at zero is not that of the square
+    return (
+        x.square().sum(-1, keepdim=True) if x.requires_grad else torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2
+    )
+
+
+def hyperbolic_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
+    """exp(+-w.x - |x|^2 / 2) / sqrt(2 m), two per direction (Lemma 1, the hyperbolic cosine estimator).
+
+    relative: leave out what does not depend on the direction.
+    """
+    return positive_features(x, torch.cat((directions, -directions), dim=-2), relative)
 
 
 def trigonometric_features(x: Tensor, directions: Tensor) -> Features:
     """exp(|x|^2 / 2) (cos w.x, sin w.x) / sqrt(m), two per direction (equation 5); may have negative mass."""
     angle = x @ directions.transpose(-1, -2)
-    log_phi = x.square().sum(-1, keepdim=True) / 2 - math.log(directions.shape[-2]) / 2
-    return Features(log_phi, torch.cat((angle.cos(), angle.sin()), dim=-1))
+    log2_phi = (_square(x) / 2 - math.log(directions.shape[-2]) / 2) * LOG2_E
+    return Features(log2_phi, torch.cat((angle.cos(), angle.sin()), dim=-1))
 
 
 def relu_features(x: Tensor, directions: Tensor) -> Features:
@@ -165,16 +195,24 @@ class FeatureMap(nn.Module):
         # a new tensor, not a write into the old one: a backward pass may still need that
         self.directions = self._draw(self.directions.shape, int(self.draws)).to(self.directions)
 
-    def forward(self, x: Tensor, side: str) -> Features:
-        """Features of queries or keys x (batch, heads, length, head_dim), float32; `side` is "query" or "key"."""
+    def forward(self, x: Tensor, side: str, relative: bool = False) -> Features:
+        """Features of queries or keys x (batch, heads, length, head_dim), float32.
+
+        Args:
+            side: "query" or "key".
+            relative: leave out, where that is less work, what multiplies all features of a token alike. Of queries
+                it cancels where nothing but features is summed up.
+        """
         if self.feature_map == "elu":
             return elu_features(x)
         if self.feature_map == "learned":
             directions = getattr(self, f"{side}_directions").to(x.dtype)
-            square = getattr(self, f"{side}_square") * x.square().sum(-1, keepdim=True) / 2
-            log_phi = x @ directions.transpose(-1, -2) - square + getattr(self, f"{side}_offset")
-            return Features(log_phi - math.log(directions.shape[-2]) / 2, None)
-        return _RANDOM[self.feature_map](x, self.directions.to(x.dtype))
+            square = None if relative else getattr(self, f"{side}_square") * _square(x) / 2
+            return Features(_log2_positive(x, directions, square, getattr(self, f"{side}_offset")), None)
+        directions = self.directions.to(x.dtype)
+        if self.feature_map in ("positive", "hyperbolic"):
+            return _RANDOM[self.feature_map](x, directions, relative)
+        return _RANDOM[self.feature_map](x, directions)
 
     def extra_repr(self) -> str:
         return f"feature_map={self.feature_map!r}, orthogonal={self.orthogonal}, seed={self.seed}"

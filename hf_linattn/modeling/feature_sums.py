@@ -1,7 +1,7 @@
 """Sums S = sum phi(k) v^T and z = sum phi(k) over keys, each feature on a scale of its own, and reading from them.
 
 Sums come as one tensor (..., features, value_dim + 1): the values carry a column of ones, whose sums are z.
-Their `shift` (..., 1, features or 1) is the largest exponent of each feature over the keys: taken out of the
+Their `shift` (..., 1, features or 1) is the largest base-2 exponent of each feature over the keys: taken out of the
 sums and given back to the queries, it cancels exactly. Nothing can overflow, and every feature has a key
 that counts as one, so that no query finds all of them underflown.
 """
@@ -12,43 +12,50 @@ from torch import Tensor
 
 from .blocks import to_blocks
 from .feature_maps import FeatureMap, Features
-from .joined_softmax import NEVER, Partial, finite, shifted_exp
+from .joined_softmax import NEVER, Partial, finite, shifted_exp2
 
 # Least share of the largest possible mass that a map with negative features is taken to have: such an
 # estimate can come out as zero or below, and this bounds the output by 100 times the largest value.
 SIGNED_MASS_FLOOR = 1e-2
 
 
-def bounded_features(feature_map: FeatureMap, x: Tensor, side: str) -> Features:
+def bounded_features(feature_map: FeatureMap, x: Tensor, side: str, *, alone: bool = False) -> Features:
     """The map's features and, if they can be negative, one more for the keys' largest possible mass.
 
     By Cauchy and Schwarz phi(q).phi(k) is at most |phi(q)||phi(k)|, which for m / 2 pairs of cos and sin
     is m / 2 times the exponentials. Queries have a zero there: it takes no part in the estimate.
+
+    alone: nothing else is summed up with these features, so that the scale of a query cancels.
     """
-    features = feature_map(x, side)
+    # a gradient of that scale would be zero, but not missing
+    features = feature_map(x, side, relative=alone and side == "query" and not torch.is_grad_enabled())
     if not feature_map.signed:
         return features
     largest = 0.0 if side == "query" else features.factor.shape[-1] / 2
-    return Features(features.log_phi, F.pad(features.factor, (0, 1), value=largest))
+    return Features(features.log2_phi, F.pad(features.factor, (0, 1), value=largest))
 
 
 def features_in_blocks(features: Features, window: int) -> Features:
     """Both parts as `to_blocks` cuts them."""
     factor = None if features.factor is None else to_blocks(features.factor, window)
-    return Features(to_blocks(features.log_phi, window), factor)
+    return Features(to_blocks(features.log2_phi, window), factor)
 
 
 def expand(features: Features, shift: Tensor) -> Tensor:
-    """phi * exp(shift) from its two parts, the shift applied inside the exponent."""
-    phi = (features.log_phi + shift).exp()
+    """phi * 2 ** shift from its two parts, the shift applied inside the exponent."""
+    exponent = features.log2_phi + shift
+    phi = exponent.exp2() if torch.is_grad_enabled() else exponent.exp2_()
     return phi if features.factor is None else phi * features.factor
 
 
 def expand_to_one(features: Features, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """phi * exp(scale - shift) and the shift, (..., 1), which makes the largest exponent of each token 0."""
-    exponent = features.log_phi + scale
+    """phi * 2 ** (scale - shift) and the shift, (..., 1), which makes the largest exponent of each token 0.
+
+    The shift of a token whose features are all zero is -inf. The features may be written over.
+    """
+    exponent = features.log2_phi + scale if torch.is_grad_enabled() else features.log2_phi.add_(scale)
     shift = exponent.detach().amax(-1, keepdim=True)
-    phi = shifted_exp(exponent, shift)
+    phi = shifted_exp2(exponent, finite(shift))
     return phi if features.factor is None else phi * features.factor, shift
 
 
@@ -58,24 +65,24 @@ def sum_up(features: Features, value_and_one: Tensor, held: Tensor | None = None
     With None all are, and the features may be written over.
     """
     if held is not None:
-        features = Features(features.log_phi.masked_fill(~held, NEVER), features.factor)
+        features = Features(features.log2_phi.masked_fill(~held, NEVER), features.factor)
     phi, shift = expand_to_most(features)
     return phi.transpose(-1, -2) @ value_and_one, shift
 
 
 def expand_to_most(features: Features) -> tuple[Tensor, Tensor]:
-    """phi * exp(-shift) and the shift, the largest exponent per feature, so that no query finds all underflown.
+    """phi * 2 ** -shift and the shift, the largest exponent per feature, so that no query finds all underflown.
 
     The features may be written over.
     """
-    shift = features.log_phi.detach().amax(-2, keepdim=True)
-    phi = shifted_exp(features.log_phi, finite(shift))
+    shift = features.log2_phi.detach().amax(-2, keepdim=True)
+    phi = shifted_exp2(features.log2_phi, finite(shift))
     return (phi if features.factor is None else phi * features.factor), shift
 
 
 def rescale(sums: Tensor, shift: Tensor, new_shift: Tensor) -> Tensor:
     """Sums on another scale, at least as large: (..., M, value_dim + 1)."""
-    return sums * (shift - finite(new_shift)).exp().transpose(-1, -2)
+    return sums * (shift - finite(new_shift)).exp2().transpose(-1, -2)
 
 
 def add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,24 @@
-"""One softmax over keys that come in parts, each part with sums on a scale of its own."""
+"""One softmax over keys that come in parts, each part with sums on a scale of its own.
 
+All exponents are base-2 logs: where the result underflows, as it does for masked logits and many features, PyTorch's
+`exp` takes 10 to 100 times as long on CPUs with MKL, and `exp2` does not.
+"""
+
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NEVER = float("-inf")
+LOG2_E = math.log2(math.e)
 
 
 class Partial(NamedTuple):
     """A softmax over some of the keys, before the division.
 
-    shift: (..., 1), scale of `total`, -inf for a query that has no such keys.
-    total: (..., value_dim + 1), sum of exp(logit - shift) times the value and, last, times one.
+    shift: (..., 1), base-2 log of the scale of `total`, -inf for a query that has no such keys.
+    total: (..., value_dim + 1), sum of 2 ** (logit - shift) times the value and, last, times one.
     """
 
     shift: Tensor
@@ -24,16 +30,20 @@ def finite(shift: Tensor) -> Tensor:
     return shift.nan_to_num(neginf=0.0)
 
 
-def shifted_exp(exponent: Tensor, shift: Tensor) -> Tensor:
-    """exp(exponent - shift), written over `exponent` where no gradient is asked for: two passes over memory fewer."""
-    return (exponent - shift).exp() if torch.is_grad_enabled() else exponent.sub_(shift).exp_()
+def shifted_exp2(exponent: Tensor, shift: Tensor) -> Tensor:
+    """2 ** (exponent - shift), written over `exponent` where no gradient is asked for: two passes over memory fewer."""
+    return (exponent - shift).exp2() if torch.is_grad_enabled() else exponent.sub_(shift).exp2_()
 
 
 def exact_part(logits: Tensor, seen: Tensor, value_and_one: Tensor) -> Partial:
-    """Exact attention of logits (..., queries, keys), which may be written over, to the keys where `seen` is True."""
+    """Exact attention to the keys where `seen` is True.
+
+    Args:
+        logits: (..., queries, keys), times log2(e); may be written over.
+    """
     logits = masked(logits, ~seen)
     shift = logits.detach().amax(-1, keepdim=True)
-    return Partial(shift, shifted_exp(logits, finite(shift)) @ value_and_one)
+    return Partial(shift, shifted_exp2(logits, finite(shift)) @ value_and_one)
 
 
 def masked(exponent: Tensor, out: Tensor) -> Tensor:
@@ -47,10 +57,10 @@ def join(parts: list[Partial]) -> Tensor:
     if len(parts) > 1:
         parts = [_own_scale(part) for part in parts]
         shift = finite(torch.stack([part.shift for part in parts]).amax(0))
-        total = torch.stack([(part.shift - shift).exp() * part.total for part in parts]).sum(0)
+        total = torch.stack([(part.shift - shift).exp2() * part.total for part in parts]).sum(0)
     mass = total[..., -1:]
     none = mass < torch.finfo(mass.dtype).tiny
-    return (total[..., :-1] / mass.masked_fill(none, 1.0)).masked_fill(none, 0.0)
+    return total[..., :-1] / mass.masked_fill(none, float("inf"))
 
 
 def _own_scale(part: Partial) -> Partial:
@@ -58,4 +68,4 @@ def _own_scale(part: Partial) -> Partial:
     mass = part.total[..., -1:].detach()
     none = mass < torch.finfo(mass.dtype).tiny
     mass = mass.masked_fill(none, 1.0)
-    return Partial((part.shift + mass.log()).masked_fill(none, NEVER), part.total / mass)
+    return Partial((part.shift + mass.log2()).masked_fill(none, NEVER), part.total / mass)

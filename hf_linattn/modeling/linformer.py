@@ -87,23 +87,20 @@ def _in_runs(
     length, first = query.shape[1], first_mask.shape[-1]
     runs = pieces(-(-length // window), window, query.device)
     sides: list[FarSummaries] = []
-    before: list[Tensor | None] = []
     if far:
         far_counts = segments.counts_by_block(window)
         # whole numbers: exact
         far_counts = far_counts.sum(1, keepdim=True) - with_neighbours(far_counts.unsqueeze(2)).sum(2)
         sides = [
-            FarSummaries(projection, x, s, segments, far_counts, window, runs)
-            for x, s in ((key, "key"), (value, "value"))
+            FarSummaries(projection, x, s, segments, far_counts, window) for x, s in ((key, "key"), (value, "value"))
         ]
-        before = [side.start() for side in sides]
         # (batch, blocks, 1 or heads, slots)
         log_mass = projection.log_mass(far_counts).unsqueeze(2)
         if projection.projection == "learned":
             log_mass = log_mass + projection.bias.float()
 
     outputs = []
-    for index, (begin, end) in enumerate(runs):
+    for begin, end in runs:
         # (batch, blocks, keys, heads, dim) and (batch, blocks, 1 or heads, keys)
         keys, values, masks = [], [], []
         if near and first:
@@ -111,10 +108,8 @@ def _in_runs(
             values.append(value[:, None, :first].expand(-1, end - begin, -1, -1, -1))
             masks.append(first_mask[:, None, None].expand(-1, end - begin, -1, -1))
         if far:
-            found = [side.run(index, known) for side, known in zip(sides, before, strict=True)]
-            before = [known for _, known in found]
-            keys.append(found[0][0].to(key.dtype))
-            values.append(found[1][0].to(value.dtype))
+            for parts, side in zip((keys, values), sides, strict=True):
+                parts.append(side.run(begin, end).to(key.dtype))
             masks.append(log_mass[:, begin:end])
         if near:
             keys.append(near_tokens(key, begin, end, window))

@@ -26,7 +26,7 @@ from .feature_sums import (
     read,
     sum_up,
 )
-from .joined_softmax import Partial, exact_part, join, masked
+from .joined_softmax import LOG2_E, Partial, exact_part, join, masked
 
 
 def performer_attention(
@@ -79,9 +79,11 @@ def performer_attention(
         for run in slices:
             parts: list[Partial] = []
             if near and global_tokens:
-                parts.append(exact_part(query[:, :, run] @ first_key.transpose(-1, -2), first_seen, first_value))
+                parts.append(
+                    exact_part((query[:, :, run] * LOG2_E) @ first_key.transpose(-1, -2), first_seen, first_value)
+                )
             if far:
-                features = bounded_features(feature_map, query[:, :, run], "query")
+                features = bounded_features(feature_map, query[:, :, run], "query", alone=not parts)
                 parts.append(read(features, *known[0], feature_map.signed))
             outputs.append(join(parts))
         return torch.cat(outputs, dim=2).to(dtype)
@@ -93,7 +95,7 @@ def performer_attention(
         # one shift for all blocks, whose sums are added up
         features = bounded_features(feature_map, key, "key")
         if not all_held:
-            features = Features(masked(features.log_phi, ~held), features.factor)
+            features = Features(masked(features.log2_phi, ~held), features.factor)
         phi, shift = expand_to_most(features)
         far_sums = FarSums(phi.transpose(-1, -2), value_rows, window_size, runs)
         before, shift = far_sums.start(), shift.unsqueeze(2)
@@ -101,14 +103,14 @@ def performer_attention(
     for index, (begin, end) in enumerate(runs):
         queries, parts = between(query, begin * window_size, end * window_size, dim=2), []
         # (batch, heads, blocks, window, dim)
-        block = queries.unflatten(2, (-1, window_size))
+        scaled = (queries * LOG2_E).unflatten(2, (-1, window_size))
         if near:
             near_key, near_value = (_near(x, begin, end, window_size) for x in (key_rows, value_rows))
             seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
-            parts.append(exact_part(block @ near_key.transpose(-1, -2), seen[:, None, :, None], near_value))
+            parts.append(exact_part(scaled @ near_key.transpose(-1, -2), seen[:, None, :, None], near_value))
         if near and global_tokens:
             # the first keys, seen from every block: (batch, heads, 1, global_tokens, dim)
-            logits = block @ first_key.unsqueeze(2).transpose(-1, -2)
+            logits = scaled @ first_key.unsqueeze(2).transpose(-1, -2)
             parts.append(exact_part(logits, first_seen.unsqueeze(2), first_value.unsqueeze(2)))
         if far:
             features = features_in_blocks(bounded_features(feature_map, queries, "query"), window_size)
@@ -153,7 +155,7 @@ def performer_attention_reference(
     estimate = (phi_query @ phi_key.transpose(-1, -2)) * is_far[:, None]
     far_mass = estimate.sum(-1, keepdim=True)
     if feature_map.signed:
-        largest = (query_features.log_phi + key_features.log_phi.transpose(-1, -2)).exp() * is_far[:, None]
+        largest = (query_features.log2_phi + key_features.log2_phi.transpose(-1, -2)).exp2() * is_far[:, None]
         largest = largest.sum(-1, keepdim=True) * (phi_key.shape[-1] / 2)
         far_mass = torch.maximum(far_mass, SIGNED_MASS_FLOOR * largest)
     weights = exact * float(near) + estimate * float(far)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import FarSums, between, far_maxima
+from .blocks import FarDifferences, between, far_maxima
 
 PROJECTIONS = ("learned", "mean", "max", "conv", "gaussian")
 SHARING = ("none", "heads", "key_value", "layers")
@@ -233,23 +233,14 @@ class FarSummaries:
         side: "key" or "value".
         far_counts: (batch, blocks, slots), how many tokens of each slot are far from each block.
         window: tokens of a block.
-        runs: (begin, end) of the blocks of each run; they follow each other.
     """
 
     def __init__(
-        self,
-        projection: Projection,
-        x: Tensor,
-        side: str,
-        segments: Segments,
-        far_counts: Tensor,
-        window: int,
-        runs: list[tuple[int, int]],
+        self, projection: Projection, x: Tensor, side: str, segments: Segments, far_counts: Tensor, window: int
     ) -> None:
-        self.runs = runs
         self.maxima: Tensor | None = None
         self.means: FarMeans | None = None
-        self.sums: FarSums | None = None
+        self.sums: FarDifferences | None = None
         if projection.projection == "max":
             # (batch, heads, blocks, slots, dim) -> (batch, blocks, slots, heads, dim)
             maxima = segment_max(x.transpose(1, 2), segments, projection.slots, window)
@@ -260,23 +251,14 @@ class FarSummaries:
         if projection.projection != "gaussian":
             self.means = FarMeans(x, segments, far_counts, window)
         if (matrix := projection.matrix(side, segments)) is not None:
-            self.sums = FarSums(matrix.float(), x, window, runs)
+            self.sums = FarDifferences(matrix.float(), x, window)
 
-    def start(self) -> Tensor | None:
-        """What `run` takes as `before` for the first run."""
-        return None if self.sums is None else self.sums.start()
-
-    def run(self, index: int, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Summaries for the blocks of one run, (batch, blocks, slots, heads, dim), and `before` for the next run."""
-        begin, end = self.runs[index]
+    def run(self, begin: int, end: int) -> Tensor:
+        """Summaries for the blocks begin .. end - 1, (batch, blocks, slots, heads, dim)."""
         if self.maxima is not None:
-            return self.maxima[:, begin:end], None
-        means = None if self.means is None else self.means.run(begin, end)
-        if self.sums is None or before is None:
-            assert means is not None
-            return means, None
-        sums, before = self.sums.run(index, before)
-        return (sums if means is None else sums + means), before
+            return self.maxima[:, begin:end]
+        parts = [part.run(begin, end) for part in (self.means, self.sums) if part is not None]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 class FarMeans:

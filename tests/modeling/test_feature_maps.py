@@ -28,7 +28,7 @@ QUANTILE = 3.89
 
 
 def phi(features: Features) -> Tensor:
-    values = features.log_phi.exp()
+    values = features.log2_phi.exp2()
     return values if features.factor is None else values * features.factor
 
 
@@ -153,7 +153,7 @@ def test_making_a_map_leaves_the_global_generator_alone() -> None:
 def test_learned_starts_as_positive(side: str) -> None:
     x = torch.randn(2, 3, 5, 4)
     learned, positive = make_map("learned"), make_map("positive")
-    torch.testing.assert_close(learned(x, side).log_phi, positive(x, side).log_phi)
+    torch.testing.assert_close(learned(x, side).log2_phi, positive(x, side).log2_phi)
 
 
 def test_learned_trains_every_parameter_apart_for_queries_and_keys() -> None:
@@ -161,7 +161,7 @@ def test_learned_trains_every_parameter_apart_for_queries_and_keys() -> None:
     assert {name for name, _ in learned.named_parameters()} == {
         f"{side}_{what}" for side in ("query", "key") for what in ("directions", "offset", "square")
     }
-    learned(torch.randn(2, 3, 5, 4), "query").log_phi.square().sum().backward()
+    learned(torch.randn(2, 3, 5, 4), "query").log2_phi.square().sum().backward()
     for name, parameter in learned.named_parameters():
         assert (parameter.grad is not None) == name.startswith("query_")
 

@@ -46,8 +46,8 @@ class FixedFeatures:
     def __init__(self, in_exponent: bool) -> None:
         self.in_exponent = in_exponent
 
-    def __call__(self, x: Tensor, side: str) -> Features:
-        return Features(x.log(), None) if self.in_exponent else Features(torch.zeros_like(x[..., :1]), x)
+    def __call__(self, x: Tensor, side: str, relative: bool = False) -> Features:
+        return Features(x.log2(), None) if self.in_exponent else Features(torch.zeros_like(x[..., :1]), x)
 
 
 @pytest.mark.parametrize("in_exponent", [True, False])
