@@ -5,15 +5,20 @@ Shapes: a *row* is one document of a batch; its keys stand left-aligned, `length
 the query's block or in one of its two neighbours; every other key is *far*.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # Tokens that are worked on at a time: on a CPU few enough that what is made of them stays in the cache, and that
 # the allocator gives the same memory again; elsewhere enough to fill the device.
 _CPU_PIECE, _PIECE = 512, 8192
+# Rows of so many tokens trade time for memory in training: about a third more for the attention.
+_LONG = 2048
 
 
 def row_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
@@ -51,6 +56,16 @@ def pieces(blocks: int, window: int, device: torch.device) -> list[tuple[int, in
     """Runs of whole blocks, (begin, end), of some tokens each: what is large in one run then stays in the cache."""
     step = max((_CPU_PIECE if device.type == "cpu" else _PIECE) // window, 1)
     return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
+
+
+def recomputed(function: Callable[..., Any], length: int, *arguments: Any) -> Any:
+    """function(*arguments); in training on long rows what it needs for the backward pass is computed again then.
+
+    Features, logits and running sums take an order of magnitude more memory than queries, keys and values.
+    """
+    if length < _LONG or not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def near_keys(lengths: Tensor, blocks: int, window: int, first: int, start: int = 0) -> Tensor:
@@ -117,6 +132,8 @@ class FarSums:
         begin, end = self.runs[index]
         products = _block_products(self.weights, self.x, self.window, begin, end)
         count = end - begin
+        if before.device.type == "cpu" and not torch.is_grad_enabled():
+            return _sums_around(before, products, self.after[index])
         earlier = _running(before, products[:, :count])
         later = _running(self.after[index], products[:, 3:].flip(1)).flip(1)
         return earlier[:, :-1] + later, earlier[:, -1]
@@ -142,7 +159,9 @@ class FarDifferences:
     def run(self, begin: int, end: int) -> Tensor:
         """The sums for the blocks begin .. end - 1: (batch, end - begin, rows, heads, dim)."""
         products = _block_products(self.weights, self.x, self.window, begin, end)
-        return self.total - products[:, :-2] - products[:, 1:-1] - products[:, 2:]
+        if torch.is_grad_enabled():
+            return self.total - products[:, :-2] - products[:, 1:-1] - products[:, 2:]
+        return (self.total - products[:, :-2]).sub_(products[:, 1:-1]).sub_(products[:, 2:])
 
 
 def _block_products(weights: Tensor, x: Tensor, window: int, begin: int, end: int) -> Tensor:
@@ -166,6 +185,19 @@ def _products(weights: Tensor, x: Tensor) -> Tensor:
         return products.unflatten(3, x.shape[3:])
     # (batch, blocks, heads, rows, window) @ (batch, blocks, heads, window, dim), then rows before heads
     return (weights.permute(0, 3, 1, 2, 4) @ x.transpose(2, 3)).transpose(2, 3)
+
+
+def _sums_around(before: Tensor, products: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """What `FarSums.run` returns, one addition after the other, each in place: the least that passes memory."""
+    sums = torch.empty_like(products[:, 2:])
+    before, after = before.clone(), after.clone()
+    for found, product in zip(sums.unbind(1), products.unbind(1), strict=False):
+        found.copy_(before)
+        before += product
+    for found, product in zip(reversed(sums.unbind(1)), reversed(products.unbind(1)), strict=False):
+        found += after
+        after += product
+    return sums, before
 
 
 def _running(first: Tensor, steps: Tensor) -> Tensor:

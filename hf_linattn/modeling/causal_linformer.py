@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import after_end, first_tokens, last_tokens
+from .blocks import after_end, first_tokens, last_tokens, recomputed
 from .cache import LinAttnCacheLayer
 from .joined_softmax import NEVER
 from .linformer import LinformerAttention
@@ -386,9 +386,7 @@ def _exact_and_summaries(
         log_mass = projection.log_mass(summaries[0]).to(query.dtype)
         summaries = summaries[0].to(query.dtype), summaries[1].to(query.dtype)
 
-    pieces, size = [], block * max(_PIECE // block, 1)
-    for begin in range(0, grid, size):
-        end = min(begin + size, grid)
+    def attend(begin: int, end: int) -> Tensor:
         # (rows, blocks, block, 1)
         ranks = rank[:, begin:end].unflatten(1, (-1, block)).unsqueeze(-1)
         past = ended[:, begin:end].unflatten(1, (-1, block)).unsqueeze(-1)
@@ -420,7 +418,10 @@ def _exact_and_summaries(
             added = F.pad(log_mass[:, :slots], (seen_keys.shape[-1] - slots, 0))
         else:
             added = query.new_zeros(1, seen_keys.shape[-1])
-        pieces.append(_softmax(query[:, :, begin:end], keys, values, seen_keys, added, near))
+        return _softmax(query[:, :, begin:end], keys, values, seen_keys, added, near)
+
+    size = block * max(_PIECE // block, 1)
+    pieces = [recomputed(attend, length, begin, min(begin + size, grid)) for begin in range(0, grid, size)]
     return torch.cat(pieces, dim=2)[:, :, :length]
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import after_end, at, between, first_tokens, from_blocks, last_tokens, to_blocks
+from .blocks import after_end, at, between, first_tokens, from_blocks, last_tokens, recomputed, to_blocks
 from .cache import LinAttnCacheLayer
 from .feature_maps import FeatureMap, Features
 from .feature_sums import (
@@ -389,10 +389,7 @@ def _parallel(
     known = causal_performer_state(key, value, feature_map) if state is None else state
     sums, shift = known.sums, known.shift
 
-    # a piece at a time: what is large, features and logits, then stays in the processor's cache
-    pieces, size = [], chunk * max(_PIECE // chunk, 1)
-    for begin in range(0, grid, size):
-        end = min(begin + size, grid)
+    def attend(begin: int, end: int, sums: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys = query[:, :, begin:end].to(dtype), key[:, :, begin : end + window].to(dtype)
         values, ranks = _with_one(value[:, :, begin : end + window].to(dtype)), rank[:, begin : end + window]
         parts = []
@@ -414,7 +411,13 @@ def _parallel(
                 signed=feature_map.signed,
             )
             parts.append(part)
-        pieces.append(join(parts).to(out_dtype))
+        return join(parts).to(out_dtype), sums, shift
+
+    # a piece at a time: what is large, features and logits, then stays in the processor's cache
+    pieces, size = [], chunk * max(_PIECE // chunk, 1)
+    for begin in range(0, grid, size):
+        piece, sums, shift = recomputed(attend, length, begin, min(begin + size, grid), sums, shift)
+        pieces.append(piece)
     out = torch.cat(pieces, dim=2)
     out = out[:, :, :length] if offset is None else at(out, offset[:, None] + torch.arange(length, device=device))
     return after_end(out, lengths), sums, shift

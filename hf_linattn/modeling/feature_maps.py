@@ -79,10 +79,8 @@ def _log2_positive(x: Tensor, directions: Tensor, half_square: Tensor | None, of
 
 def _square(x: Tensor) -> Tensor:
     """|x|^2 of the last dimension, which stays, with length 1."""
-    # by the norm: one pass, where squaring and adding up are two; its gradient at zero is not that of the square
-    return (
-        x.square().sum(-1, keepdim=True) if x.requires_grad else torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2
-    )
+    # by the norm: one pass over x, where squaring and adding up are two
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
 def hyperbolic_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
@@ -93,14 +91,19 @@ def hyperbolic_features(x: Tensor, directions: Tensor, relative: bool = False) -
     return positive_features(x, torch.cat((directions, -directions), dim=-2), relative)
 
 
-def trigonometric_features(x: Tensor, directions: Tensor) -> Features:
-    """exp(|x|^2 / 2) (cos w.x, sin w.x) / sqrt(m), two per direction (equation 5); may have negative mass."""
+def trigonometric_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
+    """exp(|x|^2 / 2) (cos w.x, sin w.x) / sqrt(m), two per direction (equation 5); may have negative mass.
+
+    relative: leave out the exponential.
+    """
     angle = x @ directions.transpose(-1, -2)
-    log2_phi = (_square(x) / 2 - math.log(directions.shape[-2]) / 2) * LOG2_E
+    log2_phi = (
+        torch.zeros_like(x[..., :1]) if relative else _square(x) / 2 * LOG2_E - math.log2(directions.shape[-2]) / 2
+    )
     return Features(log2_phi, torch.cat((angle.cos(), angle.sin()), dim=-1))
 
 
-def relu_features(x: Tensor, directions: Tensor) -> Features:
+def relu_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
     """(relu(w.x) + 0.001) / sqrt(m): generalised attention, not an estimate of exp(q.k) (section 2.2)."""
     factor = (F.relu(x @ directions.transpose(-1, -2)) + _RELU_EPSILON) / math.sqrt(directions.shape[-2])
     return Features(torch.zeros_like(x[..., :1]), factor)
@@ -209,10 +212,7 @@ class FeatureMap(nn.Module):
             directions = getattr(self, f"{side}_directions").to(x.dtype)
             square = None if relative else getattr(self, f"{side}_square") * _square(x) / 2
             return Features(_log2_positive(x, directions, square, getattr(self, f"{side}_offset")), None)
-        directions = self.directions.to(x.dtype)
-        if self.feature_map in ("positive", "hyperbolic"):
-            return _RANDOM[self.feature_map](x, directions, relative)
-        return _RANDOM[self.feature_map](x, directions)
+        return _RANDOM[self.feature_map](x, self.directions.to(x.dtype), relative)
 
     def extra_repr(self) -> str:
         return f"feature_map={self.feature_map!r}, orthogonal={self.orthogonal}, seed={self.seed}"

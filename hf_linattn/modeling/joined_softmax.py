@@ -35,13 +35,13 @@ def shifted_exp2(exponent: Tensor, shift: Tensor) -> Tensor:
     return (exponent - shift).exp2() if torch.is_grad_enabled() else exponent.sub_(shift).exp2_()
 
 
-def exact_part(logits: Tensor, seen: Tensor, value_and_one: Tensor) -> Partial:
-    """Exact attention to the keys where `seen` is True.
+def exact_part(logits: Tensor, seen: Tensor | None, value_and_one: Tensor) -> Partial:
+    """Exact attention to the keys where `seen` is True; with None to all of them.
 
     Args:
         logits: (..., queries, keys), times log2(e); may be written over.
     """
-    logits = masked(logits, ~seen)
+    logits = logits if seen is None else masked(logits, ~seen)
     shift = logits.detach().amax(-1, keepdim=True)
     return Partial(shift, shifted_exp2(logits, finite(shift)) @ value_and_one)
 
@@ -55,17 +55,26 @@ def join(parts: list[Partial]) -> Tensor:
     """One softmax over the keys of all parts; zeros for a query that has none."""
     total = parts[0].total
     if len(parts) > 1:
-        parts = [_own_scale(part) for part in parts]
-        shift = finite(torch.stack([part.shift for part in parts]).amax(0))
-        total = torch.stack([(part.shift - shift).exp2() * part.total for part in parts]).sum(0)
+        sizes = [_size(part) for part in parts]
+        largest = finite(torch.stack(sizes).amax(0))
+        # zero for parts without keys, whose shift may be anything
+        scales = [
+            (part.shift - largest).masked_fill(size == NEVER, NEVER).exp2()
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+        total = total * scales[0] if torch.is_grad_enabled() else total.mul_(scales[0])
+        for part, scale in zip(parts[1:], scales[1:], strict=True):
+            total = torch.addcmul(total, part.total, scale)
     mass = total[..., -1:]
     none = mass < torch.finfo(mass.dtype).tiny
     return total[..., :-1] / mass.masked_fill(none, float("inf"))
 
 
-def _own_scale(part: Partial) -> Partial:
-    """The same with a mass of 1: what is small for its scale must not outdo other parts that are on a lower one."""
+def _size(part: Partial) -> Tensor:
+    """Base-2 log of the mass, without gradient, (..., 1), -inf for none.
+
+    Parts are weighed by it and not by their shift: what is small for its scale must not outdo others on a lower one.
+    """
     mass = part.total[..., -1:].detach()
     none = mass < torch.finfo(mass.dtype).tiny
-    mass = mass.masked_fill(none, 1.0)
-    return Partial((part.shift + mass.log2()).masked_fill(none, NEVER), part.total / mass)
+    return (part.shift + mass.masked_fill(none, 1.0).log2()).masked_fill(none, NEVER)

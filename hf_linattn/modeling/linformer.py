@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import between, near_keys, near_mask, near_tokens, pieces, row_lengths, with_neighbours
+from .blocks import between, near_keys, near_mask, near_tokens, pieces, recomputed, row_lengths, with_neighbours
 from .configuration_linattn import LinformerConfig
 from .projections import FarSummaries, Projection, Segments, segment
 
@@ -99,8 +99,7 @@ def _in_runs(
         if projection.projection == "learned":
             log_mass = log_mass + projection.bias.float()
 
-    outputs = []
-    for begin, end in runs:
+    def attend(begin: int, end: int) -> Tensor:
         # (batch, blocks, keys, heads, dim) and (batch, blocks, 1 or heads, keys)
         keys, values, masks = [], [], []
         if near and first:
@@ -124,7 +123,9 @@ def _in_runs(
             _joined(masks).expand(key.shape[0], -1, -1, -1).flatten(0, 1),
         )
         # and rows of the batch become blocks again
-        outputs.append(out.transpose(1, 2).unflatten(0, (-1, end - begin)))
+        return out.transpose(1, 2).unflatten(0, (-1, end - begin))
+
+    outputs = [recomputed(attend, length, *run) for run in runs]
     # (batch, blocks, window, heads, dim) -> (batch, length, heads, dim); after `cat`, which makes one piece of memory
     # of them whatever an exporter puts in the place of the softmax
     return torch.cat(outputs, dim=1).flatten(1, 2)[:, :length].transpose(1, 2)

@@ -6,6 +6,7 @@ with S_i = sum_{j far from i} phi(k_j) v_j^T and z_i = sum_{j far from i} phi(k_
 in float32, whatever the inputs: exponents of half-precision logits would be off by several per cent.
 """
 
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import FarSums, between, near_keys, near_mask, near_tokens, pieces, row_lengths
+from .blocks import FarSums, between, near_keys, near_mask, near_tokens, pieces, recomputed, row_lengths
 from .configuration_linattn import PerformerConfig
 from .feature_maps import FeatureMap, Features
 from .feature_sums import (
@@ -69,28 +70,33 @@ def performer_attention(
     first_seen = (position[:global_tokens] < real_lengths[:, None])[:, None, None]
 
     if not window_size:
-        slices = [slice(*run) for run in pieces(length, 1, query.device)]
-        known: list[tuple[Tensor, Tensor]] = []
-        for run in slices if far else ():
-            keys = bounded_features(feature_map, key[:, :, run], "key")
-            more = sum_up(keys, value_and_one[:, :, run], None if all_held else held[:, :, run])
-            known = [add(*known[0], *more)] if known else [more]
-        outputs: list[Tensor] = []
-        for run in slices:
+        runs = pieces(length, 1, query.device)
+
+        def sums_of(begin: int, end: int) -> tuple[Tensor, Tensor]:
+            features = bounded_features(feature_map, key[:, :, begin:end], "key")
+            return sum_up(features, value_and_one[:, :, begin:end], None if all_held else held[:, :, begin:end])
+
+        def attend_to_all(begin: int, end: int, known: tuple[Tensor, Tensor] | None) -> Tensor:
+            queries = query[:, :, begin:end]
             parts: list[Partial] = []
             if near and global_tokens:
-                parts.append(
-                    exact_part((query[:, :, run] * LOG2_E) @ first_key.transpose(-1, -2), first_seen, first_value)
-                )
-            if far:
-                features = bounded_features(feature_map, query[:, :, run], "query", alone=not parts)
-                parts.append(read(features, *known[0], feature_map.signed))
-            outputs.append(join(parts))
-        return torch.cat(outputs, dim=2).to(dtype)
+                parts.append(exact_part((queries * LOG2_E) @ first_key.transpose(-1, -2), first_seen, first_value))
+            if known is not None:
+                features = bounded_features(feature_map, queries, "query", alone=not parts)
+                parts.append(read(features, *known, feature_map.signed))
+            return join(parts)
+
+        known = None
+        if far:
+            sums = (recomputed(sums_of, length, *run) for run in runs)
+            known = reduce(lambda sums, more: add(*sums, *more), sums)
+        return torch.cat([recomputed(attend_to_all, length, *run, known) for run in runs], dim=2).to(dtype)
 
     # (batch, length, heads, dim), as models hold them in memory: neighbouring blocks are one piece of it
     key_rows, value_rows = key.transpose(1, 2), value_and_one.transpose(1, 2)
     runs = pieces(-(-length // window_size), window_size, query.device)
+    far_sums: FarSums | None = None
+    shift = before = None
     if far:
         # one shift for all blocks, whose sums are added up
         features = bounded_features(feature_map, key, "key")
@@ -99,32 +105,46 @@ def performer_attention(
         phi, shift = expand_to_most(features)
         far_sums = FarSums(phi.transpose(-1, -2), value_rows, window_size, runs)
         before, shift = far_sums.start(), shift.unsqueeze(2)
-    outputs = []
-    for index, (begin, end) in enumerate(runs):
-        queries, parts = between(query, begin * window_size, end * window_size, dim=2), []
-        # (batch, heads, blocks, window, dim)
-        scaled = (queries * LOG2_E).unflatten(2, (-1, window_size))
+
+    def attend(index: int, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        begin, end = runs[index]
+        parts: list[Partial] = []
+        queries = between(query, begin * window_size, end * window_size, dim=2)
         if near:
-            near_key, near_value = (_near(x, begin, end, window_size) for x in (key_rows, value_rows))
-            seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
-            parts.append(exact_part(scaled @ near_key.transpose(-1, -2), seen[:, None, :, None], near_value))
-        if near and global_tokens:
-            # the first keys, seen from every block: (batch, heads, 1, global_tokens, dim)
-            logits = scaled @ first_key.unsqueeze(2).transpose(-1, -2)
-            parts.append(exact_part(logits, first_seen.unsqueeze(2), first_value.unsqueeze(2)))
-        if far:
+            near_key = _near(key_rows, first_key, begin, end, window_size)
+            near_value = _near(value_rows, first_value, begin, end, window_size)
+            seen = None
+            # in between, all keys are seen
+            if lengths is not None or (begin - 1) * window_size < global_tokens or (end + 1) * window_size > length:
+                block_seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
+                seen = torch.cat((first_seen.squeeze(1).expand(*block_seen.shape[:2], -1), block_seen), dim=-1)
+                # (batch, 1, blocks, 1, keys)
+                seen = seen[:, None, :, None]
+            # (batch, heads, blocks, window, dim)
+            scaled = (queries * LOG2_E).unflatten(2, (-1, window_size))
+            parts.append(exact_part(scaled @ near_key.transpose(-1, -2), seen, near_value))
+        if far_sums is not None and before is not None and shift is not None:
             features = features_in_blocks(bounded_features(feature_map, queries, "query"), window_size)
             sums, before = far_sums.run(index, before)
             # (batch, blocks, features, heads, dim) -> (batch, heads, blocks, features, dim)
             parts.append(read(features, sums.permute(0, 3, 1, 2, 4), shift, feature_map.signed))
         # (batch, heads, blocks, window, dim) -> (batch, tokens, heads, dim)
-        outputs.append(join(parts).permute(0, 2, 3, 1, 4).flatten(1, 2))
+        return join(parts).permute(0, 2, 3, 1, 4).flatten(1, 2), before
+
+    outputs = []
+    for index in range(len(runs)):
+        out, before = recomputed(attend, length, index, before)
+        outputs.append(out)
     return torch.cat(outputs, dim=1)[:, :length].transpose(1, 2).to(dtype)
 
 
-def _near(x: Tensor, begin: int, end: int, window: int) -> Tensor:
-    """Tokens of blocks and their neighbours: (batch, length, heads, dim) -> (batch, heads, blocks, 3 * window, dim)."""
-    return near_tokens(x, begin, end, window).permute(0, 3, 1, 2, 4).contiguous()
+def _near(x: Tensor, first: Tensor, begin: int, end: int, window: int) -> Tensor:
+    """The first tokens, and those of blocks and their neighbours, for each block.
+
+    x (batch, length, heads, dim), first (batch, heads, global_tokens, dim) -> (batch, heads, blocks, keys, dim).
+    """
+    blocks = near_tokens(x, begin, end, window).permute(0, 3, 1, 2, 4)
+    return torch.cat((first.unsqueeze(2).expand(-1, -1, end - begin, -1, -1), blocks), dim=3)
 
 
 def performer_attention_reference(

@@ -258,7 +258,7 @@ class FarSummaries:
         if self.maxima is not None:
             return self.maxima[:, begin:end]
         parts = [part.run(begin, end) for part in (self.means, self.sums) if part is not None]
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        return parts[0] if len(parts) == 1 else parts[1].add_(parts[0])
 
 
 class FarMeans:
