@@ -282,3 +282,19 @@ def test_a_model_without_a_pooler_has_none_afterwards(family: str) -> None:
     model = convert(base, EXACT[0])
     assert model.pooler is None and extend_positions(base, 2 * POSITIONS).pooler is None
     torch.testing.assert_close(outputs_of(model, inputs), outputs_of(base, inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_from_a_folder_no_weight_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converting takes no more memory than loading: the converted model has the very tensors that were loaded."""
+    tiny_model("bert").save_pretrained(tmp_path)
+    loaded: dict[str, int] = {}
+    check = convert.__globals__["_check_loaded"]
+
+    def look(model: torch.nn.Module) -> None:
+        loaded.update({name: tensor.data_ptr() for name, tensor in model.state_dict().items()})
+        check(model)
+
+    monkeypatch.setitem(convert.__globals__, "_check_loaded", look)
+    state = convert(tmp_path, LinformerConfig(projection_length=4)).state_dict()
+    assert loaded
+    assert {name: state[name].data_ptr() for name in loaded} == loaded

@@ -7,9 +7,10 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig
+from hf_linattn.modeling import blocks
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS
 
-from .helpers import METHODS, SHARED, config_id, converted_model, inputs_for, outputs_of, tokens
+from .helpers import CAUSAL_FEW, METHODS, SHARED, config_id, converted_model, inputs_for, outputs_of, tokens
 
 MASKED_LM = "AutoModelForMaskedLM"
 RANDOM = [name for name in FEATURE_MAPS if name not in ("elu", "learned")]
@@ -91,6 +92,55 @@ def test_gradient_checkpointing_changes_no_gradient(config: AttentionConfig, use
         assert expected.keys() == found.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [*((config, "bert") for config in [*METHODS, LEARNED]), *((config, "gpt2") for config in CAUSAL_FEW)],
+    ids=config_id,
+)
+def test_recomputing_the_attention_of_long_rows_changes_no_gradient(
+    config: AttentionConfig, family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and within gradient checkpointing of whole layers."""
+    auto = MASKED_LM if family == "bert" else "AutoModelForCausalLM"
+    model = without_dropout(converted_model(config, family, auto=auto))
+    expected = gradients(model, tokens(20, batch=2))
+    monkeypatch.setattr(blocks, "_LONG", 1)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    found = gradients(model, tokens(20, batch=2))
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("config", [config for config in CAUSAL_FEW if config.layers is None], ids=config_id)
+def test_long_rows_keep_little_for_the_backward_pass(config: AttentionConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a few times queries, keys and values; without recomputation several times more."""
+    _, module = next(iter(converted_model(config, "gpt2", max_length=512).linear_attentions()))
+    inputs = [torch.randn(1, 4, 512, 8, requires_grad=True) for _ in range(3)]
+
+    def kept() -> int:
+        """Bytes of the tensors that are kept, each storage once."""
+        found: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = module(*inputs, None, None)
+        del out
+        return sum(found.values())
+
+    before = kept()
+    monkeypatch.setattr(blocks, "_LONG", 512)
+    after = kept()
+    assert after < before / 3
+    assert after < 4 * sum(x.untyped_storage().nbytes() for x in inputs)
 
 
 @pytest.mark.core

@@ -1,0 +1,235 @@
+"""What adaptation wins back in an encoder: all-MiniLM-L6-v2, converted, adapted, and measured on other documents.
+
+    python scripts/english_texts.py --output texts.jsonl --pieces 300 --characters 9000 --novels NOVELS.jsonl.gz
+    python scripts/adapted_encoder.py --train texts.jsonl --texts topics NEWS.jsonl \\
+        --output model_cards/minilm-l6/adapted/512-tokens
+
+Mean cosine of the mean-pooled embedding to the original's, first 512 tokens: of the direct swap, of the adapted model,
+and of the joined forms with the far part switched off. Pure forms start calibrated and learn the attention of each
+layer first (`transfer`), the joined ones go to `distil` at once. Every form and seed is a run of its own, kept in
+`--work` with its checkpoint: the same command goes on where it was interrupted, and the report has all runs that are
+there, so that several processes can share them by `--forms` and `--seeds`.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from embeddings import embeddings, mean
+from minilm import minilm_folder
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+# the folder of this file: a script in it hides the library `evaluate`, which the package uses
+sys.path.remove(str(Path(__file__).resolve().parent))
+
+from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn.adapt import AdaptConfig, adapt
+from hf_linattn.analyze.analysis import tokenized
+from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.evaluate.intervals import bootstrap_interval
+from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+
+#: Longest document of the models that come out, and length of what they are trained and measured on.
+MAX_LENGTH, LENGTH = 4096, 512
+CALIBRATION_DOCUMENTS = 96
+_JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is converted to, and how it is trained."""
+
+    name: str
+    attention: AttentionConfig
+    transfer_steps: int
+    distil_steps: int
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has an exact part."""
+        return bool(self.attention.window_size)
+
+
+FORMS = {
+    "joined-linformer": Form(
+        "window 64 + first token + 64 summaries", LinformerConfig(projection_length=64, **_JOINED), 0, 250
+    ),
+    "joined-performer": Form(
+        "window 64 + first token + Performer, m=128",
+        PerformerConfig(num_features=128, feature_map="learned", **_JOINED),
+        0,
+        200,
+    ),
+    "performer": Form("Performer, m=128", PerformerConfig(num_features=128, feature_map="learned"), 250, 300),
+    "linformer": Form("Linformer, k=128", LinformerConfig(projection_length=128), 200, 300),
+}
+TRAINING = AdaptConfig(sequence_length=LENGTH, eval_steps=10_000, checkpoint_steps=50, keep_best=False)
+
+
+def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel, tokenizer: Any, sets: Any) -> None:
+    """Convert, adapt, measure and keep one form and seed."""
+    form, folder = FORMS[slug], options.work / f"{slug}-{seed}"
+    wanted = {name: embeddings(base, documents) for name, documents in sets.items()}
+
+    def cosines(model: PreTrainedModel) -> dict[str, list[float]]:
+        found = {name: embeddings(model, documents) for name, documents in sets.items()}
+        return {name: torch.cosine_similarity(found[name], wanted[name], dim=-1).tolist() for name in sets}
+
+    texts = None
+    if not form.joined or isinstance(form.attention, PerformerConfig):
+        data = DataConfig(dataset=options.train, max_documents=CALIBRATION_DOCUMENTS)
+        texts = [document.text for document in load_documents(data).documents]
+    begun = time.process_time()
+    model: Any = convert(
+        base, form.attention, max_length=MAX_LENGTH, seed=seed, calibration_texts=texts, tokenizer=tokenizer
+    )
+    swap = cosines(model)
+    measuring = time.process_time()
+    config = replace(TRAINING, transfer_steps=form.transfer_steps, distil_steps=form.distil_steps, seed=seed)
+    model = adapt(model, folder, config, data=DataConfig(dataset=options.train), base=base, tokenizer=tokenizer)
+    cpu_seconds = time.process_time() - measuring
+    result = {"swap": swap, "adapted": cosines(model)}
+    if form.joined:
+        model.set_branches(far=False)
+        result["far off"] = cosines(model)
+    record = {
+        "form": slug,
+        "seed": seed,
+        "calibrated": texts is not None,
+        "training": model.config.linattn_training["stages"],
+        "cpu_seconds": cpu_seconds,
+        "conversion_cpu_seconds": measuring - begun,
+        "cosines": result,
+    }
+    write_whole(folder.with_suffix(".json"), json.dumps(record) + "\n")
+
+
+def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    """One row for each form: its runs together, with intervals over documents and seeds."""
+    rows = []
+    for slug, form in FORMS.items():
+        runs = sorted((r for r in records if r["form"] == slug), key=lambda r: r["seed"])
+        if not runs:
+            continue
+        row: dict[str, Any] = {
+            "setting": form.name,
+            "seeds": [r["seed"] for r in runs],
+            "calibrated": runs[0]["calibrated"],
+            "stages": [
+                {"stage": s["stage"], "steps": s["steps"], "tokens": [r["training"][i]["tokens"] for r in runs]}
+                for i, s in enumerate(runs[0]["training"])
+            ],
+            "cpu_minutes": [r["cpu_seconds"] / 60 for r in runs],
+        }
+        for kind in runs[0]["cosines"]:
+            row[kind] = {}
+            for name in names:
+                found = bootstrap_interval(mean, [(np.array(r["cosines"][kind][name]),) for r in runs])
+                each = [float(np.mean(r["cosines"][kind][name])) for r in runs]
+                row[kind][name] = {"mean": [found.value, found.low, found.high], "seeds": each}
+        rows.append(row)
+    return rows
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table, and what it is of."""
+    names = list(report["documents"])
+    kinds = {"swap": "direct swap", "adapted": "adapted", "far off": "adapted, far part off"}
+    head = ["", "training", "CPU minutes", *(f"{name}: {kind}" for name in names for kind in kinds.values())]
+    lines = []
+    for row in report["rows"]:
+        training = ", ".join(f"{s['steps']} {s['stage']}" for s in row["stages"])
+        tokens = sum(np.mean(s["tokens"]) for s in row["stages"])
+        cells = [row["setting"], f"{training}, {tokens / 1e6:.2f}M tokens", f"{np.mean(row['cpu_minutes']):.0f}"]
+        for name in names:
+            for kind in kinds:
+                if kind not in row:
+                    cells.append("")
+                    continue
+                value, low, high = row[kind][name]["mean"]
+                seeds = row[kind][name]["seeds"]
+                each = f"; seeds {', '.join(f'{x:.3f}' for x in seeds)}" if kind == "adapted" else ""
+                cells.append(f"{value:.3f} ({low:.3f} to {high:.3f}){each}")
+        lines.append(cells)
+    measured = ", ".join(f"{count} of {name}" for name, count in report["documents"].items())
+    told = (
+        f"all-MiniLM-L6-v2, converted with max_length={MAX_LENGTH}; mean cosine of the pooled embedding to the "
+        f"original's, first {LENGTH} tokens, on {measured}; 95% intervals over documents and seeds. Trained on "
+        f"{report['train']}. On {machine_text(report['machine'])}."
+    )
+    return f"{told}\n\n{table(head, lines)}\n"
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Three bars for each form, one panel for each kind of documents."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows, names = report["rows"][::-1], list(report["documents"])
+    figure, panels = plt.subplots(
+        1, len(names), figsize=(5.5 * len(names), 0.9 * len(rows) + 1.6), sharey=True, squeeze=False
+    )
+    for axes, name in zip(panels[0], names, strict=True):
+        for shift, kind, colour in ((0.27, "swap", "0.6"), (0.0, "adapted", "C0"), (-0.27, "far off", "C1")):
+            shown = [(place, *row[kind][name]["mean"]) for place, row in enumerate(rows) if kind in row]
+            spread = [[v - low for _, v, low, _ in shown], [high - v for _, v, _, high in shown]]
+            label = {"swap": "direct swap", "adapted": "adapted", "far off": "adapted, far part off"}[kind]
+            places = [place + shift for place, *_ in shown]
+            axes.barh(places, [v for _, v, _, _ in shown], 0.27, xerr=spread, color=colour, label=label)
+        axes.set_yticks(range(len(rows)), [row["setting"] for row in rows])
+        axes.set_xlim(0.7, 1)
+        axes.set_title(name)
+        axes.set_xlabel("pooled cosine to the original")
+    panels[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=3)
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", required=True, help="File or dataset of documents to train on.")
+    parser.add_argument("--texts", nargs="+", required=True, help="Files or datasets of documents to measure on.")
+    parser.add_argument("--documents", type=int, default=24, help="How many of each. Default: 24.")
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), help="Default: all.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="Default: 0 1 2.")
+    parser.add_argument("--work", type=Path, default=Path("runs/adapted-encoder"), help="Folder of the runs.")
+    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    options.work.mkdir(parents=True, exist_ok=True)
+    tokenizer, base = AutoTokenizer.from_pretrained(minilm_folder()), AutoModel.from_pretrained(minilm_folder()).eval()
+    sets = {}
+    for texts in options.texts:
+        loaded = load_documents(DataConfig(dataset=texts)).documents
+        name = Path(texts).name.partition(".")[0]
+        sets[name] = tokenized([document.text for document in loaded], tokenizer, LENGTH, options.documents)
+    for seed in options.seeds:
+        for slug in options.forms:
+            if not (options.work / f"{slug}-{seed}.json").exists():
+                run(slug, seed, options, base, tokenizer, sets)
+    records = [json.loads(path.read_text()) for path in sorted(options.work.glob("*.json"))]
+    report = {
+        "model": "all-MiniLM-L6-v2",
+        "train": Path(options.train).name,
+        "documents": {name: len(documents) for name, documents in sets.items()},
+        "machine": machine(),
+        "rows": rows_of(records, list(sets)),
+        "runs": records,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+    write_whole(options.output.with_suffix(".md"), markdown(report))
+    plot(report, options.output.with_suffix(".png"))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()
