@@ -7,8 +7,9 @@
 Mean cosine of the mean-pooled embedding to the original's, first 512 tokens: of the direct swap, of the adapted model,
 and of the joined forms with the far part switched off. Pure forms start calibrated and learn the attention of each
 layer first (`transfer`), the joined ones go to `distil` at once. Every form and seed is a run of its own, kept in
-`--work` with its checkpoint: the same command goes on where it was interrupted, and the report has all runs that are
-there, so that several processes can share them by `--forms` and `--seeds`.
+`--work` with its checkpoint: the same command goes on where it was interrupted. The report keeps the runs that it has
+and takes those that are there, so that they can be made one by one, or shared by processes, with `--forms` and
+`--seeds`.
 """
 
 import argparse
@@ -42,14 +43,16 @@ CALIBRATION_DOCUMENTS = 96
 _JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
 
 
+TRAINING = AdaptConfig(sequence_length=LENGTH, eval_steps=10_000, checkpoint_steps=50, keep_best=False)
+
+
 @dataclass(frozen=True)
 class Form:
     """What is converted to, and how it is trained."""
 
     name: str
     attention: AttentionConfig
-    transfer_steps: int
-    distil_steps: int
+    training: AdaptConfig
 
     @property
     def joined(self) -> bool:
@@ -57,20 +60,31 @@ class Form:
         return bool(self.attention.window_size)
 
 
+# a good start needs small steps
+_FINE = replace(TRAINING, transfer_steps=0, batch_size=2, learning_rate=1e-5, query_key_lr=1e-4)
+#: The steps are about what two cores do in 20 minutes.
 FORMS = {
     "joined-linformer": Form(
-        "window 64 + first token + 64 summaries", LinformerConfig(projection_length=64, **_JOINED), 0, 250
+        "window 64 + first token + 64 summaries",
+        LinformerConfig(projection_length=64, **_JOINED),
+        replace(_FINE, distil_steps=1600),
     ),
     "joined-performer": Form(
         "window 64 + first token + Performer, m=128",
         PerformerConfig(num_features=128, feature_map="learned", **_JOINED),
-        0,
-        200,
+        replace(_FINE, distil_steps=1200),
     ),
-    "performer": Form("Performer, m=128", PerformerConfig(num_features=128, feature_map="learned"), 250, 300),
-    "linformer": Form("Linformer, k=128", LinformerConfig(projection_length=128), 200, 300),
+    "performer": Form(
+        "Performer, m=128",
+        PerformerConfig(num_features=128, feature_map="learned"),
+        replace(TRAINING, transfer_steps=300, distil_steps=900),
+    ),
+    "linformer": Form(
+        "Linformer, k=128",
+        LinformerConfig(projection_length=128),
+        replace(TRAINING, transfer_steps=250, distil_steps=1000),
+    ),
 }
-TRAINING = AdaptConfig(sequence_length=LENGTH, eval_steps=10_000, checkpoint_steps=50, keep_best=False)
 
 
 def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel, tokenizer: Any, sets: Any) -> None:
@@ -92,7 +106,7 @@ def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel
     )
     swap = cosines(model)
     measuring = time.process_time()
-    config = replace(TRAINING, transfer_steps=form.transfer_steps, distil_steps=form.distil_steps, seed=seed)
+    config = replace(form.training, seed=seed)
     model = adapt(model, folder, config, data=DataConfig(dataset=options.train), base=base, tokenizer=tokenizer)
     cpu_seconds = time.process_time() - measuring
     result = {"swap": swap, "adapted": cosines(model)}
@@ -215,7 +229,12 @@ def main() -> None:
         for slug in options.forms:
             if not (options.work / f"{slug}-{seed}.json").exists():
                 run(slug, seed, options, base, tokenizer, sets)
-    records = [json.loads(path.read_text()) for path in sorted(options.work.glob("*.json"))]
+    path = options.output.with_suffix(".json")
+    kept = json.loads(path.read_text())["runs"] if path.exists() else []
+    found = [json.loads(record.read_text()) for record in options.work.glob("*.json")]
+    # what was run now or lies in the folder, in place of what the report had of the same form and seed
+    runs = {(record["form"], record["seed"]): record for record in [*kept, *found]}
+    records = [runs[key] for key in sorted(runs)]
     report = {
         "model": "all-MiniLM-L6-v2",
         "train": Path(options.train).name,

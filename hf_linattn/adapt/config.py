@@ -58,12 +58,12 @@ class AdaptConfig:
         default=2e-3, metadata={"help": "Learning rate of query and key weights in the transfer. 0 keeps them."}
     )
     feature_lr: float = field(default=3e-3, metadata={"help": "Learning rate of feature maps in the later stages."})
-    projection_lr: float = field(default=3e-3, metadata={"help": "Learning rate of projections in the later stages."})
+    projection_lr: float = field(default=1e-3, metadata={"help": "Learning rate of projections in the later stages."})
     query_key_lr: float = field(
-        default=1e-4, metadata={"help": "Learning rate of query and key weights in the later stages. 0 keeps them."}
+        default=2e-4, metadata={"help": "Learning rate of query and key weights in the later stages. 0 keeps them."}
     )
     learning_rate: float = field(
-        default=5e-5, metadata={"help": "Learning rate of all other weights in the later stages. 0 keeps them."}
+        default=2e-5, metadata={"help": "Learning rate of all other weights in the later stages. 0 keeps them."}
     )
     train_embeddings: bool = field(
         default=False,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import after_end, first_tokens, last_tokens, recomputed
+from .blocks import after_end, between, first_tokens, last_tokens, recomputed
 from .cache import LinAttnCacheLayer
 from .joined_softmax import NEVER
 from .linformer import LinformerAttention
@@ -295,8 +295,6 @@ def _attend(
             f"{length} tokens are more than max_length={projection.max_length} of this model's projections."
         )
     start = state or causal_linformer_state(key, value, projection, window_size=window_size, global_tokens=first)
-    before = start.near_key.shape[2]
-    keys, values = torch.cat((start.near_key, key), dim=2), torch.cat((start.near_value, value), dim=2)
     old_global = (None, None) if state is None else (state.global_key, state.global_value)
     global_key, global_value = (
         first_tokens(old, new, first, start.seen) for old, new in zip(old_global, (key, value), strict=True)
@@ -307,20 +305,26 @@ def _attend(
         summary_key = _summaries(projection, summary_key, key, "key", old_seen, lengths, first)
         summary_value = _summaries(projection, summary_value, value, "value", old_seen, lengths, first)
 
-    # one row of ranks for all rows, where all begin at 0
-    seen = start.seen if state is not None else start.seen[:1]
     out = _exact_and_summaries(
         query,
-        (keys, values),
+        (key, value),
+        None if state is None else (state.near_key, state.near_value),
         (global_key, global_value),
         (summary_key, summary_value) if far else None,
-        seen,
+        # one row of ranks for all rows, where all begin at 0
+        start.seen if state is not None else start.seen[:1],
         projection,
         window=window_size,
         near=near,
-        fresh=state is None,
     )
-    near_key, near_value = (last_tokens(x, before, lengths, length) for x in (keys, values))
+    before = start.near_key.shape[2]
+    near_key, near_value = (
+        # the newest stand last: more than those are not needed
+        last_tokens(torch.cat((old, new), dim=2), before, lengths, length)
+        if lengths is not None or length < before
+        else new[:, :, length - before :]
+        for old, new in ((start.near_key, key), (start.near_value, value))
+    )
     new_seen = start.seen + (length if lengths is None else lengths)
     return after_end(out, lengths), CausalLinformerState(
         new_seen, global_key, global_value, near_key, near_value, summary_key, summary_value
@@ -349,6 +353,7 @@ def _summaries(
 def _exact_and_summaries(
     query: Tensor,
     tokens: tuple[Tensor, Tensor],
+    before: tuple[Tensor, Tensor] | None,
     leading: tuple[Tensor, Tensor],
     summaries: tuple[Tensor, Tensor] | None,
     seen: Tensor,
@@ -356,28 +361,28 @@ def _exact_and_summaries(
     *,
     window: int,
     near: bool,
-    fresh: bool,
 ) -> Tensor:
     """The softmax of each query over exact keys, global keys and summaries.
 
     Args:
-        tokens: keys and values, (batch, heads, before + length, dim): the queries' own and those before.
+        tokens: keys and values of the queries' own positions.
+        before: those before them; None where all rows begin at rank 0, so that blocks of queries are blocks of the
+            window.
         leading: keys and values of the global tokens.
         seen: (rows,) rank of the first query.
-        fresh: whether all rows begin at rank 0, so that blocks of queries are blocks of the window.
     """
     length, device = query.shape[2], query.device
     first, segment_length = leading[0].shape[2], projection.segment_length
-    before = tokens[0].shape[2] - length
     # queries that share a list of keys, and how far back the list reaches before the first of them
-    block, reach = _BLOCK, before
-    if window and fresh:
-        block, reach = window * -(-_BLOCK // window), window + _before_window(segment_length, window, first)
+    if before is not None:
+        block, reach, origin = _BLOCK, before[0].shape[2], before[0].shape[2]
+        tokens = torch.cat((before[0], tokens[0]), dim=2), torch.cat((before[1], tokens[1]), dim=2)
+    elif window:
+        block, reach, origin = window * -(-_BLOCK // window), window + _before_window(segment_length, window, first), 0
+    else:
+        block, reach, origin = _BLOCK, segment_length - 1, 0
     block = min(block, length)
     grid = block * -(-length // block)
-    after = (0, 0, 0, grid - length)
-    tokens = F.pad(tokens[0][:, :, before - reach :], after), F.pad(tokens[1][:, :, before - reach :], after)
-    query = F.pad(query, after)
     rank = seen[:, None] + torch.arange(grid, device=device)
     token_rank = seen[:, None] + torch.arange(-reach, grid, device=device)
     ended = _ended_segments(rank, segment_length, window, first)
@@ -396,9 +401,9 @@ def _exact_and_summaries(
         masks: list[Tensor] = []
         if near:
             # overlapping lists of keys, one for each block: (batch, heads, blocks, dim, keys) to the above
-            lists = (x[:, :, begin : end + reach].unfold(2, reach + block, block) for x in tokens)
-            for parts, x in zip((keys, values), lists, strict=True):
-                parts.append(x.permute(0, 2, 1, 4, 3))
+            for parts, x in zip((keys, values), tokens, strict=True):
+                lists = between(x, origin + begin - reach, origin + end, dim=2).unfold(2, reach + block, block)
+                parts.append(lists.permute(0, 2, 1, 4, 3))
             near_rank = token_rank[:, begin : end + reach].unfold(1, reach + block, block).unsqueeze(2)
             masks.append((near_rank >= first + past * segment_length) & (near_rank <= ranks))
         if near and first:
@@ -408,7 +413,7 @@ def _exact_and_summaries(
         if summaries is not None:
             # rows that begin at rank 0 have ended no more segments than this
             slots = summaries[0].shape[2]
-            slots = min(slots, max(end - first, 0) // segment_length) if fresh else slots
+            slots = min(slots, max(end - first, 0) // segment_length) if before is None else slots
             for parts, x in zip((keys, values), summaries, strict=True):
                 parts.append(x[:, None, :, :slots])
             masks.append(torch.arange(slots, device=device) < past)
@@ -418,7 +423,7 @@ def _exact_and_summaries(
             added = F.pad(log_mass[:, :slots], (seen_keys.shape[-1] - slots, 0))
         else:
             added = query.new_zeros(1, seen_keys.shape[-1])
-        return _softmax(query[:, :, begin:end], keys, values, seen_keys, added, near)
+        return _softmax(between(query, begin, end, dim=2), keys, values, seen_keys, added, near)
 
     size = block * max(_PIECE // block, 1)
     pieces = [recomputed(attend, length, begin, min(begin + size, grid)) for begin in range(0, grid, size)]

@@ -365,11 +365,9 @@ def _parallel(
             (None if state is None else state.global_value, value),
         )
     )
-    # queries at the positions of the grid; keys and values from one block before it
+    # queries stand at the positions of the grid, keys and values `origin` later: from one block before it
     if offset is None or state is None:
-        query = between(query, 0, grid, dim=2)
-        key, value = (between(x, -window, grid, dim=2) for x in (key, value))
-        start = seen
+        origin, start = 0, seen
     else:
         position = torch.arange(grid + window, device=device) - offset[:, None]
         query = at(query, position[:, :grid])
@@ -377,7 +375,7 @@ def _parallel(
             at(torch.cat(tokens, dim=2), position + window)
             for tokens in ((state.near_key, key), (state.near_value, value))
         )
-        start = seen - offset
+        origin, start = window, seen - offset
     first_keys, first_values = first_keys.to(dtype), _with_one(first_values.to(dtype))
     rank = (start - window)[:, None] + torch.arange(grid + window, device=device)
     # keys that the next token finds far: all that any real query here does
@@ -390,8 +388,9 @@ def _parallel(
     sums, shift = known.sums, known.shift
 
     def attend(begin: int, end: int, sums: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys = query[:, :, begin:end].to(dtype), key[:, :, begin : end + window].to(dtype)
-        values, ranks = _with_one(value[:, :, begin : end + window].to(dtype)), rank[:, begin : end + window]
+        queries = between(query, begin, end, dim=2).to(dtype)
+        keys, values = (between(x, origin + begin - window, origin + end, dim=2).to(dtype) for x in (key, value))
+        values, ranks = _with_one(values), rank[:, begin : end + window]
         parts = []
         if near and window:
             parts.append(_near_part(queries, keys, values, ranks, window, global_tokens))

@@ -48,7 +48,9 @@ def exact_part(logits: Tensor, seen: Tensor | None, value_and_one: Tensor) -> Pa
 
 def masked(exponent: Tensor, out: Tensor) -> Tensor:
     """-inf where `out` is True, written into `exponent` where no gradient is asked for."""
-    return exponent.masked_fill(out, NEVER) if torch.is_grad_enabled() else exponent.masked_fill_(out, NEVER)
+    # the mask is the smaller one, being the same for all heads, and a sum is several times as fast as filling in
+    never = torch.zeros(out.shape, dtype=exponent.dtype, device=out.device).masked_fill_(out, NEVER)
+    return exponent + never if torch.is_grad_enabled() else exponent.add_(never)
 
 
 def join(parts: list[Partial]) -> Tensor:
