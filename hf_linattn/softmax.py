@@ -20,6 +20,7 @@ class SoftmaxAttention(nn.Module):
 
     # no state in the cache: it is not asked to generate
     causal: ClassVar[bool] = False
+    takes_scale: ClassVar[bool] = False
 
     def __init__(self, *, is_causal: bool) -> None:
         super().__init__()

@@ -170,9 +170,11 @@ def _compared(
     # of calls, not of modules: one module may serve several layers
     layers = count()
 
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         query, key, value = args[:3]
-        found.append(_Attention(query, key, value, output))
+        # half of the scale to each side, where it was not done before
+        root = kwargs.get("scale", 1.0) ** 0.5
+        found.append(_Attention(query * root, key * root, value, output))
 
     def compare(theirs: nn.Module, linear: LinearAttention | None) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -199,7 +201,7 @@ def _compared(
             if linear is not None:
                 ours.linattn = SoftmaxAttention(is_causal=family.causal)
                 watched.append(ours)
-                handles += [ours.linattn.register_forward_hook(keep), linear.register_forward_hook(keep)]
+                handles += [x.register_forward_hook(keep, with_kwargs=True) for x in (ours.linattn, linear)]
             handles.append(ours.register_forward_hook(compare(theirs, linear), with_kwargs=True))
         yield
     finally:

@@ -225,17 +225,19 @@ def causal_linformer_attention(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """Causal Linformer attention in time and memory linear in the length.
 
     Args:
-        query, key: (batch, heads, length, head_dim), multiplied by the square root of the softmax scale.
+        query, key: (batch, heads, length, head_dim).
         value: (batch, heads, length, value_dim).
         projection: the layer's E and F.
         lengths: (batch,) number of real tokens per row, which stand first; None when nothing is padded.
         window_size: block size of the window; 0 for none: only the query's own segment is exact.
         global_tokens: that many first keys are exact for every later query.
         near, far: False leaves out all exact keys, or all summaries.
+        scale: what products of queries and keys are multiplied by.
 
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding and for queries that see no key.
@@ -244,6 +246,7 @@ def causal_linformer_attention(
         ValueError: the rows are longer than the projection's `max_length`.
     """
     settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
+    settings["scale"] = scale
     return _attend(query, key, value, projection, None, lengths, **settings)[0]
 
 
@@ -259,6 +262,7 @@ def causal_linformer_prefill(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> tuple[Tensor, CausalLinformerState]:
     """Causal Linformer attention of new tokens, any number of them, that come after those of `state`.
 
@@ -273,6 +277,7 @@ def causal_linformer_prefill(
         (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding, and the new state.
     """
     settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
+    settings["scale"] = scale
     return _attend(query, key, value, projection, state, lengths, **settings)
 
 
@@ -288,6 +293,7 @@ def _attend(
     global_tokens: int,
     near: bool,
     far: bool,
+    scale: float,
 ) -> tuple[Tensor, CausalLinformerState]:
     length, first = query.shape[2], global_tokens
     if length > projection.max_length:
@@ -316,6 +322,7 @@ def _attend(
         projection,
         window=window_size,
         near=near,
+        scale=scale,
     )
     before = start.near_key.shape[2]
     near_key, near_value = (
@@ -361,6 +368,7 @@ def _exact_and_summaries(
     *,
     window: int,
     near: bool,
+    scale: float,
 ) -> Tensor:
     """The softmax of each query over exact keys, global keys and summaries.
 
@@ -423,7 +431,7 @@ def _exact_and_summaries(
             added = F.pad(log_mass[:, :slots], (seen_keys.shape[-1] - slots, 0))
         else:
             added = query.new_zeros(1, seen_keys.shape[-1])
-        return _softmax(between(query, begin, end, dim=2), keys, values, seen_keys, added, near)
+        return _softmax(between(query, begin, end, dim=2), keys, values, seen_keys, added, near, scale)
 
     size = block * max(_PIECE // block, 1)
     pieces = [recomputed(attend, length, begin, min(begin + size, grid)) for begin in range(0, grid, size)]
@@ -431,7 +439,7 @@ def _exact_and_summaries(
 
 
 def _softmax(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor, log_mass: Tensor, near: bool
+    query: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor, log_mass: Tensor, near: bool, scale: float
 ) -> Tensor:
     """Attention of query (batch, heads, length, dim) to lists of keys per block, those that are seen.
 
@@ -460,7 +468,7 @@ def _softmax(
         joined(keys),
         joined(values),
         attn_mask=mask.expand(batch, *mask.shape[1:]).flatten(0, 1),
-        scale=1.0,
+        scale=scale,
     )
     # and rows of the batch become blocks again: (batch, blocks, heads, block, dim)
     out = out.unflatten(0, (batch, blocks))
@@ -529,10 +537,17 @@ class CausalLinformerAttention(LinformerAttention):
         )
 
     def forward(  # type: ignore[override]  # a cache in, and its new state in it
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, cache: LinAttnCacheLayer | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor | None,
+        cache: LinAttnCacheLayer | None,
+        *,
+        scale: float = 1.0,
     ) -> Tensor:
         """As `causal_linformer_attention`, or, with a cache layer, `causal_linformer_prefill` from and to its state."""
-        settings = {"lengths": lengths, **self.config.joining()}
+        settings = {"lengths": lengths, "scale": scale, **self.config.joining()}
         if cache is None:
             return causal_linformer_attention(query, key, value, self.used_projection, **settings)
         out, cache.state = causal_linformer_prefill(query, key, value, self.used_projection, cache.state, **settings)

@@ -28,17 +28,19 @@ def linformer_attention(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """Bidirectional Linformer attention in time and memory linear in the length.
 
     Args:
-        query, key: (batch, heads, length, head_dim), multiplied by the square root of the softmax scale.
+        query, key: (batch, heads, length, head_dim).
         value: (batch, heads, length, value_dim).
         projection: the layer's E and F.
         lengths: (batch,) number of real keys per row, which stand first; None when nothing is padded.
         window_size: block size of the exact part; 0 for none.
         global_tokens: that many first keys are exact for every query.
         near, far: False leaves that part of the formula out.
+        scale: what products of queries and keys are multiplied by.
 
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`.
@@ -50,7 +52,9 @@ def linformer_attention(
     segments = segment(real_lengths, length, slots, first=global_tokens, padded=lengths is not None)
     seen = torch.arange(length, device=query.device)[:global_tokens] < real_lengths[:, None]
     if window_size:
-        return _in_runs(query, key, value, projection, segments, _log(seen), real_lengths, window_size, near, far)
+        return _in_runs(
+            query, key, value, projection, segments, _log(seen), real_lengths, window_size, near, far, scale
+        )
 
     # what all queries see: (batch, heads, keys, dim), and masks (batch, 1 or heads, keys)
     keys, values, masks = [], [], []
@@ -63,7 +67,7 @@ def linformer_attention(
         keys.append(summaries.key)
         values.append(summaries.value)
         masks.append(summaries.log_mass)
-    return _softmax(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), _joined(masks))
+    return _softmax(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), _joined(masks), scale)
 
 
 def _in_runs(
@@ -77,6 +81,7 @@ def _in_runs(
     window: int,
     near: bool,
     far: bool,
+    scale: float,
 ) -> Tensor:
     """With a window: what blocks of queries see differs, and is put together for a run of blocks at a time.
 
@@ -121,6 +126,7 @@ def _in_runs(
             torch.cat(keys, dim=2).flatten(0, 1).transpose(1, 2),
             torch.cat(values, dim=2).flatten(0, 1).transpose(1, 2),
             _joined(masks).expand(key.shape[0], -1, -1, -1).flatten(0, 1),
+            scale,
         )
         # and rows of the batch become blocks again
         return out.transpose(1, 2).unflatten(0, (-1, end - begin))
@@ -131,11 +137,11 @@ def _in_runs(
     return torch.cat(outputs, dim=1).flatten(1, 2)[:, :length].transpose(1, 2)
 
 
-def _softmax(query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor) -> Tensor:
+def _softmax(query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor, scale: float) -> Tensor:
     """Attention of (batch, heads, length, dim) to keys that stand for some mass, (batch or 1, heads or 1, keys)."""
     # -inf becomes finite, so that a row that sees nothing stays finite
     mask = log_mass.to(query.dtype).clamp_min(torch.finfo(query.dtype).min / 2).unsqueeze(-2)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def _log(seen: Tensor) -> Tensor:
@@ -217,6 +223,8 @@ class LinformerAttention(nn.Module):
     """
 
     causal: ClassVar[bool] = False
+    #: queries and keys come as they are, and their scale with them
+    takes_scale: ClassVar[bool] = True
     projection: Any
 
     def __init__(
@@ -256,7 +264,9 @@ class LinformerAttention(nn.Module):
         if not self._shared:
             self.projection.reset_parameters()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *, scale: float = 1.0
+    ) -> Tensor:
         """As `linformer_attention`, with the settings of the config."""
         return linformer_attention(
             query,
@@ -264,5 +274,6 @@ class LinformerAttention(nn.Module):
             value,
             self.used_projection,
             lengths=lengths,
+            scale=scale,
             **self.config.joining(),
         )

@@ -186,6 +186,8 @@ class PerformerAttention(nn.Module):
     """Performer attention of one layer: the module that hangs under a converted attention module."""
 
     causal: ClassVar[bool] = False
+    #: features are of queries and keys that are scaled already
+    takes_scale: ClassVar[bool] = False
     training_forwards: Tensor
 
     def __init__(self, config: PerformerConfig, *, num_heads: int, head_dim: int, seed: int) -> None:

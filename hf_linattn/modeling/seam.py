@@ -106,9 +106,7 @@ def linattn_attention_forward(
         dtype = value.dtype
         if getattr(module, "reorder_and_upcast_attn", False):
             query, key, value = query.float(), key.float(), value.float()
-        # half of the scale to each side: the methods then work with exp(q.k)
-        query, key = query * scaling**0.5, key * scaling**0.5
-        out = _linear_attention(linear, query, key, value, attention_mask, cache).to(dtype)
+        out = _linear_attention(linear, query, key, value, attention_mask, scaling, cache).to(dtype)
     # heads after positions, as Transformers' attention functions return them
     return out.transpose(1, 2).contiguous(), None
 
@@ -136,7 +134,13 @@ def _softmax_attention(
 
 
 def _linear_attention(
-    linear: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: LinAttnCacheLayer | None
+    linear: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    cache: LinAttnCacheLayer | None,
 ) -> Tensor:
     """Rows are handed on with their real tokens first, so that blocks and segments do not depend on the padding."""
     if key.shape[2] != query.shape[2]:
@@ -146,11 +150,17 @@ def _linear_attention(
         )
     # only decoders' layers take a cache layer
     state = (cache,) if linear.causal else ()
+    options: dict[str, float] = {}
+    if linear.takes_scale:
+        options["scale"] = scaling
+    else:
+        # half of the scale to each side: the methods then work with exp(q.k)
+        query, key = query * scaling**0.5, key * scaling**0.5
     # the methods choose their own precision, operation by operation
     with torch.autocast(device_type=query.device.type, enabled=False):
         key, value = key.to(query.dtype), value.to(query.dtype)
         if mask is None or mask.ndim == 1:
-            return linear(query, key, value, mask, *state)
+            return linear(query, key, value, mask, *state, **options)
         # of a mask over all tokens so far, the new ones
         mask = mask[:, -query.shape[2] :]
         # where each token goes, real ones first and all in their order; a stable sort, which ONNX does not have
@@ -159,7 +169,7 @@ def _linear_attention(
         position = torch.arange(rank.shape[-1], device=rank.device).expand_as(rank)
         order = torch.zeros_like(rank).scatter(-1, rank, position)
         aligned = (_take(x, order) for x in (query, key, value))
-        return _take(linear(*aligned, real[:, -1], *state), rank)
+        return _take(linear(*aligned, real[:, -1], *state, **options), rank)
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
