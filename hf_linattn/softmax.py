@@ -20,17 +20,15 @@ class SoftmaxAttention(nn.Module):
 
     # no state in the cache: it is not asked to generate
     causal: ClassVar[bool] = False
-    takes_scale: ClassVar[bool] = False
 
     def __init__(self, *, is_causal: bool) -> None:
         super().__init__()
         self.is_causal = is_causal
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        """softmax(q k^T) v of (batch, heads, length, head_dim), of which `lengths` per row are real; same shape.
-
-        Queries and keys come multiplied by the square root of the scale.
-        """
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *, scale: float = 1.0
+    ) -> Tensor:
+        """softmax(scale q k^T) v of (batch, heads, length, head_dim), `lengths` of a row real; same shape."""
         length, mask, is_causal = query.shape[2], None, self.is_causal
         if lengths is not None:
             position = torch.arange(length, device=query.device)
@@ -40,7 +38,7 @@ class SoftmaxAttention(nn.Module):
                 mask, is_causal = mask & (position <= position[:, None]), False
             # a query without any key looks at all of them: finite, and nobody reads it
             mask = mask | ~mask.any(-1, keepdim=True)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
 
 
 class AttentionCall:
@@ -83,9 +81,11 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
         nonlocal layers
         layers = count()
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         query, key, value, lengths = args[:4]
-        return visit(AttentionCall(next(layers), query, key, value, lengths, output))
+        # half of the scale to each side
+        root = kwargs["scale"] ** 0.5
+        return visit(AttentionCall(next(layers), query * root, key * root, value, lengths, output))
 
     attentions: list[Any] = [attention for _, attention in self_attentions(model, family)]
     handles = [model.base_model.register_forward_pre_hook(restart)]
@@ -93,7 +93,7 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
         model.set_attn_implementation(ATTENTION_NAME)
         for attention in attentions:
             attention.linattn = SoftmaxAttention(is_causal=family.causal)
-            handles.append(attention.linattn.register_forward_hook(hook))
+            handles.append(attention.linattn.register_forward_hook(hook, with_kwargs=True))
         yield
     finally:
         for handle in handles:

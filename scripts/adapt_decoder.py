@@ -10,8 +10,8 @@ the converted ones also with either part switched off:
 * a passage of such a topic and the same passage again: log-probability of the tokens of the second, each of which
   stands farther back than the window reaches.
 
-Trained on are texts of which two in three are such repetitions, the third is as it was. What is finished is kept in
-`--work`: the same command goes on where it was interrupted.
+Trained on are texts of which two in three are such repetitions, the third is as it was; with `--repetitions 0` all are
+as they were. What is finished is kept in `--work`: the same command goes on where it was interrupted.
 """
 
 import argparse
@@ -71,8 +71,8 @@ _CUE = 8
 _RESAMPLES = 10_000
 
 
-def training_texts(texts: Path, tokenizer: Any, count: int) -> Iterator[str]:
-    """Of three texts two are a passage, a blank line and the passage again; the third is running text.
+def training_texts(texts: Path, tokenizer: Any, count: int, repetitions: int) -> Iterator[str]:
+    """Of three texts so many are a passage, a blank line and the passage again; the others are running text.
 
     Raises:
         ValueError: there are too few documents.
@@ -88,7 +88,11 @@ def training_texts(texts: Path, tokenizer: Any, count: int) -> Iterator[str]:
                 continue
             start = len(text) // 2
             passage = text[start : start + ends[PASSAGE - 1]]
-            yield f"{passage}\n\n{passage}" if made % 3 else text[start : start + ends[2 * PASSAGE - 1]]
+            yield (
+                f"{passage}\n\n{passage}"
+                if made % 3 >= 3 - repetitions
+                else text[start : start + ends[2 * PASSAGE - 1]]
+            )
             made += 1
             if made == count:
                 return
@@ -172,6 +176,12 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/adapt-decoder"), help="Folder of all that is made.")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"Folder of the model. Default: {CACHE}.")
     parser.add_argument("--steps", type=int, default=TRAINING.distil_steps, help="Steps of distillation.")
+    parser.add_argument(
+        "--repetitions", type=int, choices=range(4), default=2, help="How many of three texts are repetitions."
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=TRAINING.learning_rate, help=f"Default: {TRAINING.learning_rate}."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the order of the texts.")
     parser.add_argument("--documents", type=int, default=8, help="Documents of the perplexity. Default: 8.")
     parser.add_argument("--repeated", type=int, default=16, help="Passages that are repeated. Default: 16.")
@@ -183,13 +193,22 @@ def main() -> int:
     work, base = options.work, smollm2_folder(options.cache)
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    swap, adapted, train = work / "swap", work / f"adapted-{options.steps}-{options.seed}", work / "train.jsonl"
+    kind = f"{options.repetitions}-of-3-repeated"
+    swap, train = work / "swap", work / f"train-{kind}.jsonl"
+    adapted = work / f"adapted-{kind}-{options.steps}-{options.learning_rate:g}-{options.seed}"
     if not train.exists():
-        lines = training_texts(options.texts, tokenizer, count=256)
+        lines = training_texts(options.texts, tokenizer, 256, options.repetitions)
         write(train, "".join(json.dumps({"text": text}) + "\n" for text in lines))
     if not swap.exists():
         convert_checkpoint(base, swap, ATTENTION, max_length=MAX_LENGTH, auto_class="AutoModelForCausalLM")
-    config = replace(TRAINING, distil_steps=options.steps, seed=options.seed, mixed_precision=options.precision)
+    config = replace(
+        TRAINING,
+        distil_steps=options.steps,
+        learning_rate=options.learning_rate,
+        query_key_lr=options.learning_rate,
+        seed=options.seed,
+        mixed_precision=options.precision,
+    )
     record = adapt(swap, adapted, config, data=DataConfig(dataset=str(train)), base=base).config.linattn_training
 
     documents = torch.tensor(topic_documents(tokenizer, options.documents, MAX_LENGTH))
@@ -213,9 +232,10 @@ def main() -> int:
         f"softmax: window {ATTENTION.window_size}, first token, {ATTENTION.projection_length} summaries of 4 tokens "
         f"each ({ATTENTION.projection}), max_length {MAX_LENGTH:,}.",
         f"Adapted: {record['steps']} steps of distillation of {TRAINING.sequence_length} tokens, "
-        f"{record['tokens']:,} tokens, LoRA of rank {TRAINING.lora_rank} and the projections, seed {options.seed}; "
+        f"{record['tokens']:,} tokens, LoRA of rank {TRAINING.lora_rank} (learning rate {options.learning_rate:g}) "
+        f"and the projections, seed {options.seed}; "
         f"{record['seconds'] / 60:.0f} minutes by the clock on a share of one core. Trained on English texts of other "
-        "kinds, two in three a passage and the same passage again.",
+        f"kinds, {options.repetitions} in three a passage and the same passage again.",
         f"Perplexity: the {options.documents} longest topics of pydoc_data, first {MAX_LENGTH:,} tokens. They may have "
         "been in the model's pretraining data: compare rows.",
         f"Repeated: {options.repeated} topics, {PASSAGE} tokens, a blank line, and the same tokens again; nats per "

@@ -125,10 +125,7 @@ def _linear(config: AttentionConfig, causal: bool, shape: Shape) -> Attention:
     module = kinds[config.method, causal](config, num_heads=shape.heads, head_dim=shape.head_dim, seed=0)
     scale = shape.head_dim**-0.5
     rest = (None, None) if causal else (None,)
-    if module.takes_scale:
-        return _WithParameters(module, lambda q, k, v: module(q, k, v, *rest, scale=scale))
-    # half of the scale to each side, as the package does it in a model
-    return _WithParameters(module, lambda q, k, v: module(q * scale**0.5, k * scale**0.5, v, *rest))
+    return _WithParameters(module, lambda q, k, v: module(q, k, v, *rest, scale=scale))
 
 
 class _WithParameters(nn.Module):

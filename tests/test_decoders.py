@@ -125,7 +125,9 @@ def test_reorder_and_upcast_attn_attends_in_float32(config: AttentionConfig, dty
     assert ours < 1.2 * theirs
     for _, attention in self_attentions(model, FAMILIES["gpt2"]):
         attention.reorder_and_upcast_attn = False
-    assert (logits_of(model, inputs).double() - exact).abs().mean() != ours
+    # a Performer works in float32 in any case
+    without = (logits_of(model, inputs).double() - exact).abs().mean()
+    assert (without != ours) == isinstance(config, LinformerConfig)
 
 
 @ALL_FAMILIES

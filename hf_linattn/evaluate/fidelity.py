@@ -172,7 +172,7 @@ def _compared(
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         query, key, value = args[:3]
-        # half of the scale to each side, where it was not done before
+        # half of the scale to each side; the measurement's own calls have none
         root = kwargs.get("scale", 1.0) ** 0.5
         found.append(_Attention(query * root, key * root, value, output))
 

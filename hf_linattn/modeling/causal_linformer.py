@@ -488,10 +488,11 @@ def causal_linformer_attention_reference(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """The same formula, one query at a time. Arguments as in `causal_linformer_attention`."""
     heads, g, first = query.shape[1], projection.segment_length, global_tokens
-    outputs = []
+    query, outputs = query * scale, []
     for i in range(query.shape[2]):
         start = max((i // window_size - 1) * window_size, 0) if window_size else i
         ended = max(start - first, 0) // g

@@ -198,7 +198,9 @@ def _running_level(key_shift: Tensor, window: int) -> Tensor:
     return earlier.expand(-1, -1, -1, -1, window, -1).flatten(3, 4)
 
 
-def _near_part(query: Tensor, key: Tensor, value_and_one: Tensor, rank: Tensor, window: int, first: int) -> Partial:
+def _near_part(
+    query: Tensor, key: Tensor, value_and_one: Tensor, rank: Tensor, window: int, first: int, scale: float
+) -> Partial:
     """Exact attention to the query's block and the one before it. Keys and ranks begin one block before the queries."""
     query_blocks = to_blocks(query, window)
 
@@ -212,7 +214,7 @@ def _near_part(query: Tensor, key: Tensor, value_and_one: Tensor, rank: Tensor, 
     # (rows, 1, blocks, 1, 2 * window): the key is there, and not global
     there = two_blocks((rank >= first)[:, None, :, None]).transpose(-1, -2)
     part = exact_part(
-        (query_blocks * LOG2_E) @ two_blocks(key).transpose(-1, -2), past & there, two_blocks(value_and_one)
+        (query_blocks * (scale * LOG2_E)) @ two_blocks(key).transpose(-1, -2), past & there, two_blocks(value_and_one)
     )
     return Partial(from_blocks(part.shift, query.shape[2]), from_blocks(part.total, query.shape[2]))
 
@@ -223,7 +225,7 @@ def causal_performer_state(
     """The state before the first token, for keys and values like these (batch, heads, any length, dim)."""
     batch, heads, _, _ = key.shape
     dtype = torch.promote_types(key.dtype, torch.float32)
-    features = bounded_features(feature_map, key[:, :, :0].to(dtype), "key")
+    features = bounded_features(feature_map, key[:, :, :0].to(dtype), "key", scale=1.0)
     num_features = features.log2_phi.shape[-1] if features.factor is None else features.factor.shape[-1]
     scales = features.log2_phi.shape[-1]
     waiting = bool(window_size)
@@ -255,22 +257,25 @@ def causal_performer_attention(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """Causal Performer attention in time and memory linear in the length.
 
     Args:
-        query, key: (batch, heads, length, head_dim), multiplied by the square root of the softmax scale.
+        query, key: (batch, heads, length, head_dim).
         value: (batch, heads, length, value_dim).
         feature_map: the layer's `FeatureMap`.
         lengths: (batch,) number of real tokens per row, which stand first; None when nothing is padded.
         window_size: block size of the exact part; 0 for none.
         global_tokens: that many first keys are exact for every later query.
         near, far: False leaves that part of the formula out.
+        scale: what products of queries and keys are multiplied by.
 
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding.
     """
     settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
+    settings["scale"] = scale
     return _parallel(query, key, value, feature_map, None, lengths, **settings)[0]
 
 
@@ -286,6 +291,7 @@ def causal_performer_prefill(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> tuple[Tensor, CausalPerformerState]:
     """Causal Performer attention of new tokens, any number of them, that come after those of `state`.
 
@@ -299,6 +305,7 @@ def causal_performer_prefill(
         (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding, and the new state.
     """
     settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
+    settings["scale"] = scale
     if state is not None and query.shape[2] == 1:
         return _step(query, key, value, feature_map, state, lengths, **settings)
     out, sums, shift = _parallel(query, key, value, feature_map, state, lengths, **settings)
@@ -322,7 +329,7 @@ def causal_performer_prefill(
         rank = (seen - 2 * window_size)[:, None] + torch.arange(window_size, device=key.device)
         held = (rank >= (seen // window_size - 1)[:, None] * window_size) & (rank >= global_tokens)
         older = near_key[:, :, :window_size].to(sums.dtype)
-        features = bounded_features(feature_map, older, "key")
+        features = bounded_features(feature_map, older, "key", scale=scale)
         older_value = _with_one(near_value[:, :, :window_size].to(sums.dtype))
         waiting = sum_up(features, older_value, held[:, None, :, None])
     return out, CausalPerformerState(seen, global_key, global_value, near_key, near_value, sums, shift, *waiting)
@@ -345,6 +352,7 @@ def _parallel(
     global_tokens: int,
     near: bool,
     far: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of many tokens, and the sums and the shift after them; with far=False those of `state`."""
     length, window, device = query.shape[2], window_size, query.device
@@ -393,14 +401,16 @@ def _parallel(
         values, ranks = _with_one(values), rank[:, begin : end + window]
         parts = []
         if near and window:
-            parts.append(_near_part(queries, keys, values, ranks, window, global_tokens))
+            parts.append(_near_part(queries, keys, values, ranks, window, global_tokens, scale))
         if near and global_tokens:
             past = torch.arange(global_tokens, device=device) <= ranks[:, window:, None]
-            parts.append(exact_part((queries * LOG2_E) @ first_keys.transpose(-1, -2), past[:, None], first_values))
+            parts.append(
+                exact_part((queries * (scale * LOG2_E)) @ first_keys.transpose(-1, -2), past[:, None], first_values)
+            )
         if far:
             part, sums, shift = _far_part(
-                bounded_features(feature_map, queries, "query", alone=not parts),
-                bounded_features(feature_map, keys[:, :, : end - begin], "key"),
+                bounded_features(feature_map, queries, "query", scale=scale, alone=not parts),
+                bounded_features(feature_map, keys[:, :, : end - begin], "key", scale=scale),
                 values[:, :, : end - begin],
                 None if all_held else held[:, begin:end],
                 sums,
@@ -434,6 +444,7 @@ def _step(
     global_tokens: int,
     near: bool,
     far: bool,
+    scale: float,
 ) -> tuple[Tensor, CausalPerformerState]:
     """One new token per row, or none where `lengths` is 0."""
     dtype, device, window = state.sums.dtype, query.device, window_size
@@ -449,10 +460,10 @@ def _step(
     if near and window:
         near_rank = rank[:, None] + torch.arange(-2 * window, 1, device=device)
         is_near = (near_rank >= global_tokens) & (near_rank >= (rank // window - 1)[:, None] * window)
-        logits = (query * LOG2_E) @ keys.to(dtype).transpose(-1, -2)
+        logits = (query * (scale * LOG2_E)) @ keys.to(dtype).transpose(-1, -2)
         parts.append(exact_part(logits, is_near[:, None, None], _with_one(values.to(dtype))))
     if near and global_tokens:
-        logits = (query * LOG2_E) @ global_key.to(dtype).transpose(-1, -2)
+        logits = (query * (scale * LOG2_E)) @ global_key.to(dtype).transpose(-1, -2)
         past = torch.arange(global_tokens, device=device) <= rank[:, None]
         parts.append(exact_part(logits, past[:, None, None], _with_one(global_value.to(dtype))))
     sums, shift, waiting = state.sums, state.shift, (state.waiting_sums, state.waiting_shift)
@@ -460,11 +471,11 @@ def _step(
         # with a window, the key that is w older is the next to become far
         age = slice(window, window + 1)
         held = (rank - window >= global_tokens) & (new > 0)
-        features = bounded_features(feature_map, keys[:, :, age].to(dtype), "key")
+        features = bounded_features(feature_map, keys[:, :, age].to(dtype), "key", scale=scale)
         added = sum_up(features, _with_one(values[:, :, age].to(dtype)), held[:, None, None, None])
         if not window:
             sums, shift = add(sums, shift, *added)
-        parts.append(read(bounded_features(feature_map, query, "query"), sums, shift, feature_map.signed))
+        parts.append(read(bounded_features(feature_map, query, "query", scale=scale), sums, shift, feature_map.signed))
         if window:
             waiting = add(*waiting, *added)
             # the next token begins a block: what waited is far from it
@@ -489,12 +500,14 @@ def causal_performer_attention_reference(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """The same formula with the whole (length, length) matrix of weights, in the dtype of the inputs.
 
     No stabiliser: meant for float64 inputs of moderate size. Arguments as in `causal_performer_attention`.
     """
     length = query.shape[2]
+    query, key = query * scale**0.5, key * scale**0.5
     phi_query = expand(feature_map(query, "query"), query.new_zeros(()))
     phi_key = expand(feature_map(key, "key"), key.new_zeros(()))
     position = torch.arange(length, device=query.device)
@@ -518,10 +531,17 @@ class CausalPerformerAttention(PerformerAttention):
     causal = True
 
     def forward(  # type: ignore[override]  # a cache in, and its new state in it
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, cache: LinAttnCacheLayer | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor | None,
+        cache: LinAttnCacheLayer | None,
+        *,
+        scale: float = 1.0,
     ) -> Tensor:
         """As `causal_performer_attention`, or, with a cache layer, `causal_performer_prefill` from and to its state."""
-        settings = {"lengths": lengths, **self.config.joining()}
+        settings = {"lengths": lengths, "scale": scale, **self.config.joining()}
         if cache is None:
             return causal_performer_attention(query, key, value, self.feature_map, **settings)
         out, cache.state = causal_performer_prefill(query, key, value, self.feature_map, cache.state, **settings)

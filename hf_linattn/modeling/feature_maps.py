@@ -2,7 +2,7 @@
 
 Every map is given as phi(x) = factor(x) * 2 ** log2_phi(x), so that whoever adds features up can move a
 common scale out of the exponent first (why base 2: see `joined_softmax`). Inputs are queries and keys (batch,
-heads, length, head_dim) already multiplied by the square root of the softmax scale.
+heads, length, head_dim), and the softmax scale: features are of x * sqrt(scale), which is never formed.
 
 Sources: Choromanski et al. 2021, "Rethinking Attention with Performers" (arXiv:2009.14794), Lemma 1 and
 2 and section 2.4; Katharopoulos et al. 2020 (arXiv:2006.16236), equation 7, for `elu`.
@@ -52,21 +52,23 @@ def random_directions(
     return rows[:num_directions].to(torch.float32)
 
 
-def positive_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
+def positive_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
     """FAVOR+ features exp(w.x - |x|^2 / 2) / sqrt(m), one per direction (Lemma 1); directions (heads, m, d).
 
     relative: leave out what does not depend on the direction.
     """
-    return Features(_log2_positive(x, directions, None if relative else _square(x) / 2), None)
+    return Features(_log2_positive(x, directions, None if relative else _square(x) * scale / 2, scale), None)
 
 
-def _log2_positive(x: Tensor, directions: Tensor, half_square: Tensor | None, offset: Tensor | None = None) -> Tensor:
-    """(w.x + offset - half_square - log(m) / 2) * log2(e), written into the product where no gradient is asked for.
+def _log2_positive(
+    x: Tensor, directions: Tensor, half_square: Tensor | None, scale: float, offset: Tensor | None = None
+) -> Tensor:
+    """(sqrt(scale) w.x + offset - half_square - log(m) / 2) * log2(e), in place where no gradient is asked for.
 
-    Without half_square, (w.x + offset) * log2(e).
+    Without half_square, (sqrt(scale) w.x + offset) * log2(e).
     """
     # what is small is scaled, and not the product
-    log2_phi = x @ (directions * LOG2_E).transpose(-1, -2)
+    log2_phi = x @ (directions * (scale**0.5 * LOG2_E)).transpose(-1, -2)
     if offset is not None:
         offset = offset * LOG2_E
         log2_phi = log2_phi + offset if torch.is_grad_enabled() else log2_phi.add_(offset)
@@ -83,29 +85,31 @@ def _square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
-def hyperbolic_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
+def hyperbolic_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
     """exp(+-w.x - |x|^2 / 2) / sqrt(2 m), two per direction (Lemma 1, the hyperbolic cosine estimator).
 
     relative: leave out what does not depend on the direction.
     """
-    return positive_features(x, torch.cat((directions, -directions), dim=-2), relative)
+    return positive_features(x, torch.cat((directions, -directions), dim=-2), scale, relative)
 
 
-def trigonometric_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
+def trigonometric_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
     """exp(|x|^2 / 2) (cos w.x, sin w.x) / sqrt(m), two per direction (equation 5); may have negative mass.
 
     relative: leave out the exponential.
     """
-    angle = x @ directions.transpose(-1, -2)
+    angle = x @ (directions * scale**0.5).transpose(-1, -2)
     log2_phi = (
-        torch.zeros_like(x[..., :1]) if relative else _square(x) / 2 * LOG2_E - math.log2(directions.shape[-2]) / 2
+        torch.zeros_like(x[..., :1])
+        if relative
+        else _square(x) * (scale / 2 * LOG2_E) - math.log2(directions.shape[-2]) / 2
     )
     return Features(log2_phi, torch.cat((angle.cos(), angle.sin()), dim=-1))
 
 
-def relu_features(x: Tensor, directions: Tensor, relative: bool = False) -> Features:
+def relu_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
     """(relu(w.x) + 0.001) / sqrt(m): generalised attention, not an estimate of exp(q.k) (section 2.2)."""
-    factor = (F.relu(x @ directions.transpose(-1, -2)) + _RELU_EPSILON) / math.sqrt(directions.shape[-2])
+    factor = (F.relu(x @ (directions * scale**0.5).transpose(-1, -2)) + _RELU_EPSILON) / math.sqrt(directions.shape[-2])
     return Features(torch.zeros_like(x[..., :1]), factor)
 
 
@@ -198,21 +202,22 @@ class FeatureMap(nn.Module):
         # a new tensor, not a write into the old one: a backward pass may still need that
         self.directions = self._draw(self.directions.shape, int(self.draws)).to(self.directions)
 
-    def forward(self, x: Tensor, side: str, relative: bool = False) -> Features:
+    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         """Features of queries or keys x (batch, heads, length, head_dim), float32.
 
         Args:
             side: "query" or "key".
+            scale: of the softmax.
             relative: leave out, where that is less work, what multiplies all features of a token alike. Of queries
                 it cancels where nothing but features is summed up.
         """
         if self.feature_map == "elu":
-            return elu_features(x)
+            return elu_features(x * scale**0.5)
         if self.feature_map == "learned":
             directions = getattr(self, f"{side}_directions").to(x.dtype)
-            square = None if relative else getattr(self, f"{side}_square") * _square(x) / 2
-            return Features(_log2_positive(x, directions, square, getattr(self, f"{side}_offset")), None)
-        return _RANDOM[self.feature_map](x, self.directions.to(x.dtype), relative)
+            square = None if relative else getattr(self, f"{side}_square") * (_square(x) * (scale / 2))
+            return Features(_log2_positive(x, directions, square, scale, getattr(self, f"{side}_offset")), None)
+        return _RANDOM[self.feature_map](x, self.directions.to(x.dtype), scale, relative)
 
     def extra_repr(self) -> str:
         return f"feature_map={self.feature_map!r}, orthogonal={self.orthogonal}, seed={self.seed}"

@@ -19,7 +19,7 @@ from .joined_softmax import NEVER, Partial, finite, shifted_exp2
 SIGNED_MASS_FLOOR = 1e-2
 
 
-def bounded_features(feature_map: FeatureMap, x: Tensor, side: str, *, alone: bool = False) -> Features:
+def bounded_features(feature_map: FeatureMap, x: Tensor, side: str, *, scale: float, alone: bool = False) -> Features:
     """The map's features and, if they can be negative, one more for the keys' largest possible mass.
 
     By Cauchy and Schwarz phi(q).phi(k) is at most |phi(q)||phi(k)|, which for m / 2 pairs of cos and sin
@@ -28,7 +28,7 @@ def bounded_features(feature_map: FeatureMap, x: Tensor, side: str, *, alone: bo
     alone: nothing else is summed up with these features, so that the scale of a query cancels.
     """
     # a gradient of that scale would be zero, but not missing
-    features = feature_map(x, side, relative=alone and side == "query" and not torch.is_grad_enabled())
+    features = feature_map(x, side, scale, relative=alone and side == "query" and not torch.is_grad_enabled())
     if not feature_map.signed:
         return features
     largest = 0.0 if side == "query" else features.factor.shape[-1] / 2

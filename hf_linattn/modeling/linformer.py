@@ -166,12 +166,14 @@ def linformer_attention_reference(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """The same formula with every query's own summaries, (length, slots, length) weights in all.
 
     In the dtype of the inputs. Arguments as in `linformer_attention`.
     """
     length, slots = query.shape[2], projection.slots
+    query = query * scale
     # a block longer than the rows is the row
     window_size = min(window_size, length)
     real_lengths = row_lengths(lengths, length, query.device)
@@ -223,8 +225,6 @@ class LinformerAttention(nn.Module):
     """
 
     causal: ClassVar[bool] = False
-    #: queries and keys come as they are, and their scale with them
-    takes_scale: ClassVar[bool] = True
     projection: Any
 
     def __init__(

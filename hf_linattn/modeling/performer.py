@@ -41,17 +41,19 @@ def performer_attention(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """Bidirectional Performer attention in time and memory linear in the length.
 
     Args:
-        query, key: (batch, heads, length, head_dim), multiplied by the square root of the softmax scale.
+        query, key: (batch, heads, length, head_dim).
         value: (batch, heads, length, value_dim).
         feature_map: the layer's `FeatureMap`.
         lengths: (batch,) number of real keys per row, which stand first; None when nothing is padded.
         window_size: block size of the exact part; 0 for none.
         global_tokens: that many first keys are exact for every query.
         near, far: False leaves that part of the formula out.
+        scale: what products of queries and keys are multiplied by.
 
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`.
@@ -73,16 +75,18 @@ def performer_attention(
         runs = pieces(length, 1, query.device)
 
         def sums_of(begin: int, end: int) -> tuple[Tensor, Tensor]:
-            features = bounded_features(feature_map, key[:, :, begin:end], "key")
+            features = bounded_features(feature_map, key[:, :, begin:end], "key", scale=scale)
             return sum_up(features, value_and_one[:, :, begin:end], None if all_held else held[:, :, begin:end])
 
         def attend_to_all(begin: int, end: int, known: tuple[Tensor, Tensor] | None) -> Tensor:
             queries = query[:, :, begin:end]
             parts: list[Partial] = []
             if near and global_tokens:
-                parts.append(exact_part((queries * LOG2_E) @ first_key.transpose(-1, -2), first_seen, first_value))
+                parts.append(
+                    exact_part((queries * (scale * LOG2_E)) @ first_key.transpose(-1, -2), first_seen, first_value)
+                )
             if known is not None:
-                features = bounded_features(feature_map, queries, "query", alone=not parts)
+                features = bounded_features(feature_map, queries, "query", scale=scale, alone=not parts)
                 parts.append(read(features, *known, feature_map.signed))
             return join(parts)
 
@@ -99,7 +103,7 @@ def performer_attention(
     shift = before = None
     if far:
         # one shift for all blocks, whose sums are added up
-        features = bounded_features(feature_map, key, "key")
+        features = bounded_features(feature_map, key, "key", scale=scale)
         if not all_held:
             features = Features(masked(features.log2_phi, ~held), features.factor)
         phi, shift = expand_to_most(features)
@@ -121,10 +125,10 @@ def performer_attention(
                 # (batch, 1, blocks, 1, keys)
                 seen = seen[:, None, :, None]
             # (batch, heads, blocks, window, dim)
-            scaled = (queries * LOG2_E).unflatten(2, (-1, window_size))
+            scaled = (queries * (scale * LOG2_E)).unflatten(2, (-1, window_size))
             parts.append(exact_part(scaled @ near_key.transpose(-1, -2), seen, near_value))
         if far_sums is not None and before is not None and shift is not None:
-            features = features_in_blocks(bounded_features(feature_map, queries, "query"), window_size)
+            features = features_in_blocks(bounded_features(feature_map, queries, "query", scale=scale), window_size)
             sums, before = far_sums.run(index, before)
             # (batch, blocks, features, heads, dim) -> (batch, heads, blocks, features, dim)
             parts.append(read(features, sums.permute(0, 3, 1, 2, 4), shift, feature_map.signed))
@@ -158,12 +162,14 @@ def performer_attention_reference(
     global_tokens: int = 0,
     near: bool = True,
     far: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
     """The same formula with the whole (length, length) matrix of weights, in the dtype of the inputs.
 
     No stabiliser: meant for float64 inputs of moderate size. Arguments as in `performer_attention`.
     """
     length = query.shape[2]
+    query, key = query * scale**0.5, key * scale**0.5
     query_features, key_features = feature_map(query, "query"), feature_map(key, "key")
     phi_query = expand(query_features, query.new_zeros(()))
     phi_key = expand(key_features, key.new_zeros(()))
@@ -186,8 +192,6 @@ class PerformerAttention(nn.Module):
     """Performer attention of one layer: the module that hangs under a converted attention module."""
 
     causal: ClassVar[bool] = False
-    #: features are of queries and keys that are scaled already
-    takes_scale: ClassVar[bool] = False
     training_forwards: Tensor
 
     def __init__(self, config: PerformerConfig, *, num_heads: int, head_dim: int, seed: int) -> None:
@@ -217,7 +221,9 @@ class PerformerAttention(nn.Module):
             self.feature_map.redraw()
         self.training_forwards += 1
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *, scale: float = 1.0
+    ) -> Tensor:
         """As `performer_attention`, with the settings of the config."""
         return performer_attention(
             query,
@@ -225,5 +231,6 @@ class PerformerAttention(nn.Module):
             value,
             self.feature_map,
             lengths=lengths,
+            scale=scale,
             **self.config.joining(),
         )

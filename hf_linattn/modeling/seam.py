@@ -150,17 +150,11 @@ def _linear_attention(
         )
     # only decoders' layers take a cache layer
     state = (cache,) if linear.causal else ()
-    options: dict[str, float] = {}
-    if linear.takes_scale:
-        options["scale"] = scaling
-    else:
-        # half of the scale to each side: the methods then work with exp(q.k)
-        query, key = query * scaling**0.5, key * scaling**0.5
     # the methods choose their own precision, operation by operation
     with torch.autocast(device_type=query.device.type, enabled=False):
         key, value = key.to(query.dtype), value.to(query.dtype)
         if mask is None or mask.ndim == 1:
-            return linear(query, key, value, mask, *state, **options)
+            return linear(query, key, value, mask, *state, scale=scaling)
         # of a mask over all tokens so far, the new ones
         mask = mask[:, -query.shape[2] :]
         # where each token goes, real ones first and all in their order; a stable sort, which ONNX does not have
@@ -169,7 +163,7 @@ def _linear_attention(
         position = torch.arange(rank.shape[-1], device=rank.device).expand_as(rank)
         order = torch.zeros_like(rank).scatter(-1, rank, position)
         aligned = (_take(x, order) for x in (query, key, value))
-        return _take(linear(*aligned, real[:, -1], *state, **options), rank)
+        return _take(linear(*aligned, real[:, -1], *state, scale=scaling), rank)
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

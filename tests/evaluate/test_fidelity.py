@@ -179,7 +179,12 @@ def test_errors_and_agreement_by_brute_force() -> None:
     base, converted = _pair(JOINED[1])
     ours: list[Tensor] = []
     linear = next(converted.linear_attentions())[1]
-    handle = linear.register_forward_hook(lambda module, args, output: ours.extend((*args[:3], output)))
+
+    def keep(module: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, float], output: Tensor) -> None:
+        root = kwargs["scale"] ** 0.5
+        ours.extend((args[0] * root, args[1] * root, args[2], output))
+
+    handle = linear.register_forward_hook(keep, with_kwargs=True)
     base.set_attn_implementation("eager")
     documents = _documents(LENGTH, 23)
     errors, sizes, cosines, agreed = [], [], [], []

@@ -98,7 +98,7 @@ def test_running_sums_of_known_features():
     class Given:
         signed = False
 
-        def __call__(self, x, side, relative=False):
+        def __call__(self, x, side, scale=1.0, relative=False):
             from hf_linattn.modeling.feature_maps import Features
 
             return Features(torch.zeros_like(x[..., :1]), x)

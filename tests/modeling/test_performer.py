@@ -46,7 +46,7 @@ class FixedFeatures:
     def __init__(self, in_exponent: bool) -> None:
         self.in_exponent = in_exponent
 
-    def __call__(self, x: Tensor, side: str, relative: bool = False) -> Features:
+    def __call__(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         return Features(x.log2(), None) if self.in_exponent else Features(torch.zeros_like(x[..., :1]), x)
 
 

@@ -7,11 +7,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
 
 from hf_linattn import AttentionConfig
+from hf_linattn.modeling.causal_linformer import CausalLinformerAttention
+from hf_linattn.modeling.causal_performer import CausalPerformerAttention
 from hf_linattn.modeling.linformer import LinformerAttention
 from hf_linattn.modeling.performer import PerformerAttention
 from hf_linattn.modeling.seam import ATTENTION_NAME, linattn_attention_forward, linattn_mask
 
-from ..helpers import METHODS, config_id, qkv, softmax_attention
+from ..helpers import CAUSAL_FEW, METHODS, config_id, qkv, softmax_attention
 
 pytestmark = pytest.mark.core
 
@@ -30,6 +32,26 @@ def attention_module(config: AttentionConfig | None) -> nn.Module:
         kind = {"linformer": LinformerAttention, "performer": PerformerAttention}[config.method]
         module.linattn = kind(config, num_heads=2, head_dim=4, seed=0)
     return module
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("config", "causal"),
+    [*((config, False) for config in METHODS), *((config, True) for config in CAUSAL_FEW)],
+    ids=config_id,
+)
+def test_the_scale_is_that_of_products_of_queries_and_keys(config: AttentionConfig, causal: bool, grad: bool) -> None:
+    kinds = {"linformer": LinformerAttention, "performer": PerformerAttention}
+    if causal:
+        kinds = {"linformer": CausalLinformerAttention, "performer": CausalPerformerAttention}
+    config = type(config)(**{**vars(config), "max_length": 32})
+    module = kinds[config.method](config, num_heads=2, head_dim=4, seed=0)
+    query, key, value = qkv(20)
+    rest = (None, None) if causal else (None,)
+    with torch.set_grad_enabled(grad):
+        found = module(query, key, value, *rest, scale=0.3)
+        expected = module(query * 0.3**0.5, key * 0.3**0.5, value, *rest)
+    torch.testing.assert_close(found, expected)
 
 
 def test_both_functions_are_registered_under_one_name() -> None:
