@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -202,12 +203,45 @@ def tables(report: dict[str, Any]) -> str:
             rows = [row for row in rows if any(row[1:])]
             if rows:
                 parts.append(_table([f"{title}: {head}", *columns], rows))
+        if len(lengths) > 1:
+            parts.append(_table([f"{title}: faster than SDPA from", "tokens"], _crossovers(by_length, names)))
     if report["decode"]:
         positions = report["decode"]["positions"]
         rows = [[n, *(f"{c['seconds'] * 1e3:.1f}" for c in cs)] for n, cs in report["decode"]["cells"].items()]
         head = [f"one token of decoding, {report['layers']} layers, ms"]
         parts.append(_table([*head, *(f"after {p:,}" for p in positions)], rows))
     return "\n\n".join(parts)
+
+
+def crossover(by_length: dict[str, dict[str, Cell]], name: str) -> int | None:
+    """From how many tokens on the row is faster than SDPA, None where it never is; between two lengths on log scales.
+
+    The least length that was measured where it is faster at all of them.
+    """
+    softmax = CAUSAL_SOFTMAX if _BY_NAME[name].causal else SOFTMAX
+    speeds: list[tuple[int, float]] = []
+    for length in sorted(by_length, key=int):
+        cells = [by_length[length].get(row, {}) for row in (softmax, name)]
+        if all(cell.get("seconds") for cell in cells):
+            speeds.append((int(length), math.log(spread(cells[0])[0] / spread(cells[1])[0])))
+    if not speeds or speeds[-1][1] < 0:
+        return None
+    slower = [index for index, (_, speed) in enumerate(speeds) if speed < 0]
+    if not slower:
+        return speeds[0][0]
+    (below, slow), (above, fast) = speeds[slower[-1] : slower[-1] + 2]
+    return round(below * (above / below) ** (slow / (slow - fast)))
+
+
+def _crossovers(by_length: dict[str, dict[str, Cell]], names: list[str]) -> list[list[str]]:
+    rows = []
+    for name in names:
+        if name in (SOFTMAX, CAUSAL_SOFTMAX, LIMIT):
+            continue
+        found, least, most = crossover(by_length, name), min(map(int, by_length)), max(map(int, by_length))
+        text = f"not up to {most:,}" if found is None else f"{least:,} or less" if found == least else f"{found:,}"
+        rows.append([name, text])
+    return rows
 
 
 def _milliseconds(cell: Cell, softmax: Cell, limit: Cell) -> str:

@@ -44,6 +44,18 @@ def test_a_run_keeps_every_cell_and_the_same_command_goes_on(tmp_path: Path) -> 
     assert again["groups"]["attention/forward"] == report["groups"]["attention/forward"]
     assert set(again["groups"]["attention/backward"]["64"]) == set(ROWS)
 
+    # half as fast as SDPA at 64 tokens and twice as fast at 256: as fast at 128
+    both = {"64": 2.0, "256": 0.5}
+    again["groups"]["attention/forward"] = {
+        length: {name: {"seconds": [ours if name == "Linformer, k=256" else 1.0], "flops": 1} for name in ROWS}
+        for length, ours in both.items()
+    }
+    output.with_suffix(".json").write_text(json.dumps(again))
+    shown = benchmark(output, "--what", "attention").stdout
+    assert "| attention alone, forward: faster than SDPA from | tokens |" in shown
+    assert "| Linformer, k=256 | 128 |" in shown
+    assert "| causal Performer, m=128 | 64 or less |" in shown
+
 
 @pytest.mark.skipif(not os.environ.get("LINATTN_SLOW_TESTS"), reason="starts many processes; set LINATTN_SLOW_TESTS=1")
 def test_memory_is_measured_in_processes_of_its_own(tmp_path: Path) -> None:
