@@ -12,6 +12,7 @@ chunks, on a scale per feature that is the maximum over earlier keys, and the sc
 chunk is a running maximum. Everything is computed in float32, or in float64 for float64 inputs.
 """
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -83,26 +84,26 @@ def _running_shifts(shift: Tensor, key: Features) -> Tensor:
     return torch.cat((shift.unsqueeze(2), per_chunk), dim=2).cummax(2).values
 
 
-def _scan(sums: Tensor, shifts: Tensor, added: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+def _scan(sums: Tensor, shifts: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
     """What is known before each chunk, (batch, heads, chunks, M, value_dim + 1), and after the last.
 
     Args:
         sums: of earlier keys, (batch, heads, M, value_dim + 1), on the first of the shifts.
         shifts: as `_running_shifts` returns them.
-        added: sums of each chunk on the shift after it; written over where no gradient is asked for.
-        base: the shift that the sums before each chunk are wanted on, (batch, heads, chunks, 1, M or 1).
+        added: sums of each chunk, on the shift after it.
     """
-    before, after = shifts[:, :, :-1], shifts[:, :, 1:]
-    kept = (before - finite(after)).exp2().transpose(-1, -2).unbind(2)
-    wanted = (before - finite(base)).exp2().transpose(-1, -2).unbind(2)
-    found = []
-    for keep, want, new in zip(kept, wanted, added.unbind(2), strict=True):
-        earlier, sums = sums, torch.addcmul(new, sums, keep)
-        if torch.is_grad_enabled():
-            found.append(earlier * want)
-        else:
-            torch.mul(earlier, want, out=new)
-    return (torch.stack(found, dim=2) if found else added), sums
+    kept = (shifts[:, :, :-1] - finite(shifts[:, :, 1:])).exp2().transpose(-1, -2).unbind(2)
+    steps = list(zip(kept, added.unbind(2), strict=True))
+    if torch.is_grad_enabled():
+        known = list(accumulate(steps, lambda sums, step: torch.addcmul(step[1], sums, step[0]), initial=sums))
+        return torch.stack(known[:-1], dim=2), known[-1]
+    # each written where it belongs
+    before = torch.empty_like(added)
+    places = [*before.unbind(2), torch.empty_like(sums)]
+    places[0].copy_(sums)
+    for (keep, new), earlier, later in zip(steps, places[:-1], places[1:], strict=True):
+        torch.addcmul(new, earlier, keep, out=later)
+    return before, places[-1]
 
 
 def _far_part(
@@ -138,14 +139,14 @@ def _far_part(
     before_shift, shift = shifts[:, :, :-1], shifts[:, :, -1]
     base = before_shift
     if window != chunk:
-        # Keys of the same chunk are met as pairs. Their scale per feature is that of earlier chunks and of the first
-        # key in this one: the rest must not matter to queries that do not see it.
+        # Keys of the same chunk are met as pairs. Their scale per feature is that of earlier chunks, or, where there
+        # is none, of the first key: the rest must not matter to queries that do not see it.
         first = slice(1) if held is None else held.to(torch.uint8).argmax(3, keepdim=True)
         log2_phi = key.log2_phi.detach()
         log_first = log2_phi[:, :, :, first] if isinstance(first, slice) else log2_phi.take_along_dim(first, dim=3)
-        base = torch.maximum(base, log_first)
+        base = log_first.where(base == NEVER, base)
     phi = expand(key, -finite(shifts[:, :, 1:]))
-    before, sums = _scan(sums, shifts, phi.transpose(-1, -2) @ value_and_one, base)
+    before, sums = _scan(sums, shifts, phi.transpose(-1, -2) @ value_and_one)
     if window == chunk:
         part = read(query, before, before_shift, signed)
         return Partial(from_blocks(part.shift, length), from_blocks(part.total, length)), sums, shift

@@ -66,11 +66,15 @@ class Segments(NamedTuple):
 
     def means(self) -> Tensor:
         """(batch, slots, length) float: each slot's row averages its members."""
+        batch, length = self.slot.shape
+        return self.add_means(torch.zeros(batch, 1, self.slots, length, device=self.slot.device)).squeeze(1)
+
+    def add_means(self, matrix: Tensor) -> Tensor:
+        """`means` added, in place, to (batch, heads or 1, slots, length)."""
         share = self.held / self.counts.gather(1, self.slot).clamp_min(1)
-        # one entry in each column
-        return share.new_zeros(share.shape[0], self.slots, share.shape[1]).scatter(
-            1, self.slot[:, None], share[:, None]
-        )
+        # one entry in each column, the same for all heads: (batch, heads or 1, 1, length)
+        slot, share = (x[:, None, None].expand(-1, matrix.shape[1], -1, -1) for x in (self.slot, share))
+        return matrix.scatter_add_(2, slot, share)
 
 
 def segment(lengths: Tensor, length: int, slots: int, first: int = 0, *, padded: bool = True) -> Segments:
@@ -170,8 +174,7 @@ class Projection(nn.Module):
             x = x * self.kernel(side, segments).to(x.dtype)
         matrix = self.matrix(side, segments)
         if self.projection != "gaussian":
-            means = segments.means().unsqueeze(1)
-            matrix = means if matrix is None else means + matrix
+            matrix = segments.means().unsqueeze(1) if matrix is None else segments.add_means(matrix)
         assert matrix is not None
         matrix = matrix.to(x.dtype)
         if matrix.shape[1] != 1:
