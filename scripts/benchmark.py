@@ -203,8 +203,8 @@ def tables(report: dict[str, Any]) -> str:
             rows = [row for row in rows if any(row[1:])]
             if rows:
                 parts.append(_table([f"{title}: {head}", *columns], rows))
-        if len(lengths) > 1:
-            parts.append(_table([f"{title}: faster than SDPA from", "tokens"], _crossovers(by_length, names)))
+        if len(lengths) > 1 and (rows := _crossovers(by_length, names)):
+            parts.append(_table([f"{title}: faster than SDPA from", "tokens"], rows))
     if report["decode"]:
         positions = report["decode"]["positions"]
         rows = [[n, *(f"{c['seconds'] * 1e3:.1f}" for c in cs)] for n, cs in report["decode"]["cells"].items()]
@@ -238,8 +238,13 @@ def _crossovers(by_length: dict[str, dict[str, Cell]], names: list[str]) -> list
     for name in names:
         if name in (SOFTMAX, CAUSAL_SOFTMAX, LIMIT):
             continue
-        found, least, most = crossover(by_length, name), min(map(int, by_length)), max(map(int, by_length))
-        text = f"not up to {most:,}" if found is None else f"{least:,} or less" if found == least else f"{found:,}"
+        softmax = CAUSAL_SOFTMAX if _BY_NAME[name].causal else SOFTMAX
+        lengths = sorted(int(n) for n, group in by_length.items() if group.get(softmax, {}).get("seconds"))
+        if not lengths:
+            continue
+        found = crossover(by_length, name)
+        text = f"{found:,}" if found is not None else f"not up to {lengths[-1]:,}"
+        text += " or less" if found == lengths[0] else ""
         rows.append([name, text])
     return rows
 
