@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
+from transformers import AutoModel
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
@@ -225,6 +226,17 @@ def test_adaptation_brings_the_model_closer_to_its_base(
         assert {"cosine/layer_0", "cosine/layer_1", "tokens_per_second", "gradient_norm/query_key"} <= row.keys()
     evaluated = [row["eval/loss"] for row in lines(tmp_path / "out") if "eval/loss" in row]
     assert len(evaluated) == 20
+
+
+def test_no_path_of_this_machine_is_recorded_of_models_that_were_loaded_before(
+    folder: Path, tmp_path: Path, data: DataConfig
+) -> None:
+    model = AutoModel.from_pretrained(folder)
+    settings = AdaptConfig(**{**SHORT, "transfer_steps": 1, "distil_steps": 0, "eval_sequences": 0})
+    trained = adapt(model, tmp_path / "out", settings, data=data)
+    assert trained.config.linattn_training["base"] == "converted"
+    for written in ("config.json", "training/settings.json"):
+        assert str(folder.parent) not in (tmp_path / "out" / written).read_text()
 
 
 def test_the_result_is_a_full_checkpoint_that_tells_how_it_was_trained(

@@ -523,10 +523,11 @@ def _name_of(model: Any) -> str | None:
     """A name that means something on other machines: of a folder its last part."""
     if model is None:
         return None
-    if isinstance(model, (str, Path)):
-        path = Path(model).expanduser()
-        return path.resolve().name if path.exists() else str(model)
-    return model.name_or_path or type(model).__name__
+    name = str(model) if isinstance(model, (str, Path)) else model.name_or_path
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return path.resolve().name
+    return name or type(model).__name__
 
 
 def _write_whole(path: Path, text: str) -> None:
