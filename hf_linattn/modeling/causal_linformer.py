@@ -28,7 +28,7 @@ from .linformer import LinformerAttention
 from .projections import PROJECTIONS
 
 # Queries that share one gathered list of keys, at least, and tokens that are worked on at a time.
-_BLOCK, _PIECE = 128, 1024
+_BLOCK, _PIECE = 128, 512
 
 
 class CausalLinformerState(NamedTuple):
