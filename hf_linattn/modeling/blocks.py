@@ -263,6 +263,15 @@ def last_tokens(tokens: Tensor, count: int, lengths: Tensor | None, new: int) ->
     return at(tokens, lengths[:, None] + torch.arange(count, device=tokens.device))
 
 
+def newest_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
+    """The last real tokens of each row, as many as `old` holds, once `new` came after them, `lengths` of them real."""
+    count, length = old.shape[2], new.shape[2]
+    if lengths is None and length >= count:
+        # a copy: a view would keep all tokens in memory as long as the state lives
+        return new[:, :, length - count :].clone()
+    return last_tokens(torch.cat((old, new), dim=2), count, lengths, length)
+
+
 def after_end(out: Tensor, lengths: Tensor | None) -> Tensor:
     """Zeros in place of the outputs (batch, heads, length, dim) of padding."""
     if lengths is None:

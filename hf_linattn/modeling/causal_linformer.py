@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import after_end, between, first_tokens, last_tokens, recomputed
+from .blocks import after_end, between, first_tokens, newest_tokens, recomputed
 from .cache import LinAttnCacheLayer
 from .joined_softmax import NEVER
 from .linformer import LinformerAttention
@@ -324,13 +324,8 @@ def _attend(
         near=near,
         scale=scale,
     )
-    before = start.near_key.shape[2]
     near_key, near_value = (
-        # the newest stand last: more than those are not needed
-        last_tokens(torch.cat((old, new), dim=2), before, lengths, length)
-        if lengths is not None or length < before
-        else new[:, :, length - before :]
-        for old, new in ((start.near_key, key), (start.near_value, value))
+        newest_tokens(old, new, lengths) for old, new in ((start.near_key, key), (start.near_value, value))
     )
     new_seen = start.seen + (length if lengths is None else lengths)
     return after_end(out, lengths), CausalLinformerState(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import after_end, at, between, first_tokens, from_blocks, last_tokens, recomputed, to_blocks
+from .blocks import after_end, at, between, first_tokens, from_blocks, last_tokens, newest_tokens, recomputed, to_blocks
 from .cache import LinAttnCacheLayer
 from .feature_maps import FeatureMap, Features
 from .feature_sums import (
@@ -321,8 +321,7 @@ def causal_performer_prefill(
         first_tokens(old, new, global_tokens, start.seen) for old, new in zip(old_global, (key, value), strict=True)
     )
     near_key, near_value = (
-        last_tokens(torch.cat(tokens, dim=2), 2 * window_size, lengths, length)
-        for tokens in ((start.near_key, key), (start.near_value, value))
+        newest_tokens(old, new, lengths) for old, new in ((start.near_key, key), (start.near_value, value))
     )
     waiting = start.waiting_sums, start.waiting_shift
     if far and window_size:
@@ -333,6 +332,8 @@ def causal_performer_prefill(
         features = bounded_features(feature_map, older, "key", scale=scale)
         older_value = _with_one(near_value[:, :, :window_size].to(sums.dtype))
         waiting = sum_up(features, older_value, held[:, None, :, None])
+    # of a view, what it has
+    shift = shift.clone()
     return out, CausalPerformerState(seen, global_key, global_value, near_key, near_value, sums, shift, *waiting)
 
 

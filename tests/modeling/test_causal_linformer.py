@@ -285,3 +285,10 @@ def test_learned_starts_as_the_mean():
     for kind in ("learned", "conv"):
         out = causal_linformer_attention(*inputs, make_projection(kind, trained=False), window_size=8)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def test_the_state_keeps_no_more_in_memory_than_it_has():
+    """A view of a long prompt would keep all of its keys and values alive."""
+    _, state = causal_linformer_prefill(*make_inputs(), make_projection(), window_size=4, global_tokens=2)
+    for name, tensor in state._asdict().items():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name

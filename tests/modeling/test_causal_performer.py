@@ -245,3 +245,10 @@ def test_prefill_from_the_empty_state_equals_prefill_from_none():
         expected, _ = causal_performer_prefill(*inputs, phi, **settings)
         out, _ = causal_performer_prefill(*inputs, phi, empty, **settings)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def test_the_state_keeps_no_more_in_memory_than_it_has():
+    """A view of a long prompt would keep all of its keys and values alive."""
+    _, state = causal_performer_prefill(*make_inputs(), make_map(), window_size=4, global_tokens=2)
+    for name, tensor in state._asdict().items():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
