@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 import transformers
 from transformers import PreTrainedConfig
 
-# `blocks` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and nothing further
+# `blocks` and `joined_softmax` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
+# nothing further
 from .blocks import to_blocks  # noqa: F401
 from .families import FAMILIES, MODEL_TYPE_PREFIX
 from .feature_maps import FEATURE_MAPS
+from .joined_softmax import join  # noqa: F401
 from .projections import PROJECTIONS, SHARING
 
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
