@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from embeddings import embeddings, mean
+from embeddings import embeddings, mean, token_ids
 from minilm import minilm_folder
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -32,7 +32,6 @@ sys.path.remove(str(Path(__file__).resolve().parent))
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_interval
 from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
@@ -41,8 +40,6 @@ from hf_linattn.report_parts import machine, machine_text, save_figure, table, w
 MAX_LENGTH, LENGTH = 4096, 512
 CALIBRATION_DOCUMENTS = 96
 _JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
-
-
 TRAINING = AdaptConfig(sequence_length=LENGTH, eval_steps=10_000, checkpoint_steps=50, keep_best=False)
 
 
@@ -161,7 +158,8 @@ def markdown(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         training = ", ".join(f"{s['steps']} {s['stage']}" for s in row["stages"])
         tokens = sum(np.mean(s["tokens"]) for s in row["stages"])
-        cells = [row["setting"], f"{training}, {tokens / 1e6:.2f}M tokens", f"{np.mean(row['cpu_minutes']):.0f}"]
+        title = row["setting"] + (", calibrated" if row["calibrated"] else "")
+        cells = [title, f"{training}, {tokens / 1e6:.2f}M tokens", f"{np.mean(row['cpu_minutes']):.0f}"]
         for name in names:
             for kind in kinds:
                 if kind not in row:
@@ -220,11 +218,7 @@ def main() -> None:
     logging.disable_progress_bar()
     options.work.mkdir(parents=True, exist_ok=True)
     tokenizer, base = AutoTokenizer.from_pretrained(minilm_folder()), AutoModel.from_pretrained(minilm_folder()).eval()
-    sets = {}
-    for texts in options.texts:
-        loaded = load_documents(DataConfig(dataset=texts)).documents
-        name = Path(texts).name.partition(".")[0]
-        sets[name] = tokenized([document.text for document in loaded], tokenizer, LENGTH, options.documents)
+    sets = token_ids(options.texts, tokenizer, LENGTH, options.documents)
     for seed in options.seeds:
         for slug in options.forms:
             if not (options.work / f"{slug}-{seed}.json").exists():

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from embeddings import embeddings, mean
+from embeddings import embeddings, mean, token_ids
 from minilm import minilm_folder
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
@@ -25,7 +25,6 @@ from transformers.utils import logging
 sys.path.remove(str(Path(__file__).resolve().parent))
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
@@ -75,11 +74,7 @@ def main() -> None:
     tokenizer, base = AutoTokenizer.from_pretrained(minilm_folder()), AutoModel.from_pretrained(minilm_folder()).eval()
     data = DataConfig(dataset=options.calibration, max_documents=options.calibration_documents)
     calibration = [document.text for document in load_documents(data).documents]
-    sets = {}
-    for texts in options.texts:
-        loaded = load_documents(DataConfig(dataset=texts)).documents
-        name = Path(texts).name.partition(".")[0]
-        sets[name] = tokenized([document.text for document in loaded], tokenizer, 512, options.documents)
+    sets = token_ids(options.texts, tokenizer, 512, options.documents)
     wanted = {name: embeddings(base, documents) for name, documents in sets.items()}
 
     rows = []

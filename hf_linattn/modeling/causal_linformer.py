@@ -245,8 +245,13 @@ def causal_linformer_attention(
     Raises:
         ValueError: the rows are longer than the projection's `max_length`.
     """
-    settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
-    settings["scale"] = scale
+    settings: dict[str, Any] = {
+        "window_size": window_size,
+        "global_tokens": global_tokens,
+        "near": near,
+        "far": far,
+        "scale": scale,
+    }
     return _attend(query, key, value, projection, None, lengths, **settings)[0]
 
 
@@ -276,8 +281,13 @@ def causal_linformer_prefill(
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding, and the new state.
     """
-    settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
-    settings["scale"] = scale
+    settings: dict[str, Any] = {
+        "window_size": window_size,
+        "global_tokens": global_tokens,
+        "near": near,
+        "far": far,
+        "scale": scale,
+    }
     return _attend(query, key, value, projection, state, lengths, **settings)
 
 

@@ -275,8 +275,13 @@ def causal_performer_attention(
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding.
     """
-    settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
-    settings["scale"] = scale
+    settings: dict[str, Any] = {
+        "window_size": window_size,
+        "global_tokens": global_tokens,
+        "near": near,
+        "far": far,
+        "scale": scale,
+    }
     return _parallel(query, key, value, feature_map, None, lengths, **settings)[0]
 
 
@@ -305,8 +310,13 @@ def causal_performer_prefill(
     Returns:
         (batch, heads, length, value_dim) in the dtype of `value`, zeros for padding, and the new state.
     """
-    settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "near": near, "far": far}
-    settings["scale"] = scale
+    settings: dict[str, Any] = {
+        "window_size": window_size,
+        "global_tokens": global_tokens,
+        "near": near,
+        "far": far,
+        "scale": scale,
+    }
     if state is not None and query.shape[2] == 1:
         return _step(query, key, value, feature_map, state, lengths, **settings)
     out, sums, shift = _parallel(query, key, value, feature_map, state, lengths, **settings)
