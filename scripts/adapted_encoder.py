@@ -103,7 +103,7 @@ def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel
     )
     swap = cosines(model)
     measuring = time.process_time()
-    config = replace(form.training, seed=seed)
+    config = replace(form.training, seed=seed, mixed_precision=options.mixed_precision)
     model = adapt(model, folder, config, data=DataConfig(dataset=options.train), base=base, tokenizer=tokenizer)
     cpu_seconds = time.process_time() - measuring
     result = {"swap": swap, "adapted": cosines(model)}
@@ -114,6 +114,7 @@ def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel
         "form": slug,
         "seed": seed,
         "calibrated": texts is not None,
+        "precision": options.mixed_precision,
         "training": model.config.linattn_training["stages"],
         "cpu_seconds": cpu_seconds,
         "conversion_cpu_seconds": measuring - begun,
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=24, help="How many of each. Default: 24.")
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), help="Default: all.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="Default: 0 1 2.")
+    parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="Of the training. Default: no.")
     parser.add_argument("--work", type=Path, default=Path("runs/adapted-encoder"), help="Folder of the runs.")
     parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
     options = parser.parse_args()

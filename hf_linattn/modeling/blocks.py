@@ -52,9 +52,14 @@ def with_neighbours(x: Tensor, begin: int = 0, end: int | None = None) -> Tensor
     return torch.cat((padded[..., :-2, :, :], padded[..., 1:-1, :, :], padded[..., 2:, :, :]), dim=-2)
 
 
+def piece_size(device: torch.device) -> int:
+    """How many tokens are worked on at a time."""
+    return _CPU_PIECE if device.type == "cpu" else _PIECE
+
+
 def pieces(blocks: int, window: int, device: torch.device) -> list[tuple[int, int]]:
     """Runs of whole blocks, (begin, end), of some tokens each: what is large in one run then stays in the cache."""
-    step = max((_CPU_PIECE if device.type == "cpu" else _PIECE) // window, 1)
+    step = max(piece_size(device) // window, 1)
     return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
 

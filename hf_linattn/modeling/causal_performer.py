@@ -9,9 +9,11 @@ earlier. With window_size=0 all keys but the global ones are far, the query's ow
 
 Nothing here looks at later keys, stabilisers included: each chunk of queries reads sums over earlier
 chunks, on a scale per feature that is the maximum over earlier keys, and the scale of pairs within a
-chunk is a running maximum. Everything is computed in float32, or in float64 for float64 inputs.
+chunk is a running maximum. Everything is computed in float32, or in float64 for float64 inputs. Without a window, and
+where they can be used, the kernels of flash-linear-attention do the sums (`gated_sums`).
 """
 
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,7 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import after_end, at, between, first_tokens, from_blocks, last_tokens, newest_tokens, recomputed, to_blocks
+from .blocks import (
+    after_end,
+    at,
+    between,
+    first_tokens,
+    from_blocks,
+    last_tokens,
+    newest_tokens,
+    piece_size,
+    recomputed,
+    to_blocks,
+)
 from .cache import LinAttnCacheLayer
 from .feature_maps import FeatureMap, Features
 from .feature_sums import (
@@ -32,13 +45,12 @@ from .feature_sums import (
     read,
     sum_up,
 )
+from .gated_sums import gated_part, kernels_for
 from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, finite, join, masked
 from .performer import PerformerAttention
 
 # Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.
 _CHUNK, _LEAST_CHUNK = 64, 64
-# Tokens that are worked on at a time.
-_PIECE = 512
 # Least estimate, as a share of what the scales of a query and a key allow. Smaller ones would be lost to
 # underflow, and with no other key in sight (window_size=0) a query would be left with no mass at all.
 _LEAST_ESTIMATE = 1e-30
@@ -406,6 +418,11 @@ def _parallel(
     all_held = state is None and lengths is None and not window and not global_tokens and grid == length
     known = causal_performer_state(key, value, feature_map) if state is None else state
     sums, shift = known.sums, known.shift
+    far_part = (
+        gated_part
+        if not window and kernels_for(query, dtype, feature_map.signed)
+        else partial(_far_part, chunk=chunk, window=window, signed=feature_map.signed)
+    )
 
     def attend(begin: int, end: int, sums: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries = between(query, begin, end, dim=2).to(dtype)
@@ -420,22 +437,19 @@ def _parallel(
                 exact_part((queries * (scale * LOG2_E)) @ first_keys.transpose(-1, -2), past[:, None], first_values)
             )
         if far:
-            part, sums, shift = _far_part(
+            part, sums, shift = far_part(
                 bounded_features(feature_map, queries, "query", scale=scale, alone=not parts),
                 bounded_features(feature_map, keys[:, :, : end - begin], "key", scale=scale),
                 values[:, :, : end - begin],
                 None if all_held else held[:, begin:end],
                 sums,
                 shift,
-                chunk=chunk,
-                window=window,
-                signed=feature_map.signed,
             )
             parts.append(part)
         return join(parts).to(out_dtype), sums, shift
 
     # a piece at a time: what is large, features and logits, then stays in the processor's cache
-    pieces, size = [], chunk * max(_PIECE // chunk, 1)
+    pieces, size = [], chunk * max(piece_size(device) // chunk, 1)
     for begin in range(0, grid, size):
         piece, sums, shift = recomputed(attend, length, begin, min(begin + size, grid), sums, shift)
         pieces.append(piece)

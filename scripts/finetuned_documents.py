@@ -1,0 +1,260 @@
+"""Fine-tune a classifier of long documents from softmax and from converted models, with the same budget for each.
+
+    python scripts/finetuned_documents.py --dataset NEWS.jsonl --output model_cards/minilm-l6/hyperpartisan/report \\
+        --converted "joined Linformer=runs/adapted-encoder/joined-linformer-{seed}"
+
+all-MiniLM-L6-v2 that reads the first 512 tokens, the same with more positions, and each conversion: `{seed}` in a
+folder's name stands for the seed of the run, so that every seed starts from a model that was adapted anew. Run number
+s trains on all parts of the documents but the s-th and is tested on that; head and order of the documents are drawn by
+seed s. All train with `transformers.Trainer` for the same number of epochs at the same rate. What is finished is kept
+in `--work`: the same command goes on where it was interrupted, and processes can share the runs with `--columns`.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from minilm import minilm_folder
+from sklearn.model_selection import StratifiedKFold
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.utils import logging
+
+# the folder of this file: a script in it hides the library `evaluate`, which the package uses
+sys.path.remove(str(Path(__file__).resolve().parent))
+
+import hf_linattn  # noqa: F401  # converted checkpoints load with the auto classes
+from hf_linattn.convert import extend_positions
+from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
+from hf_linattn.evaluate.metrics import metric_function
+from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+
+TRUNCATED, EXTENDED = "softmax truncated", "softmax extended"
+#: Parts of the documents, of which each run is tested on one.
+FOLDS = 5
+
+
+def load(column: str, folder: str, seed: int, classes: int, length: int) -> PreTrainedModel:
+    """A model with a new head, drawn by the seed."""
+    set_seed(seed)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=classes)
+    return extend_positions(model, length) if column == EXTENDED else model
+
+
+def run(column: str, folder: str, seed: int, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Fine-tune and test one model, and keep what it predicted."""
+    labels = [row["labels"] for row in rows]
+    folds = list(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(labels, labels))
+    train, test = folds[seed % FOLDS]
+    length = 512 if column == TRUNCATED else options.length
+    # the last token closes the document
+    rows = [row | {"input_ids": row["input_ids"][: length - 1] + row["input_ids"][-1:]} for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    work = options.work / "trainer" / f"{name_of(column)}-{seed}"
+    arguments = TrainingArguments(
+        output_dir=str(work),
+        num_train_epochs=options.epochs,
+        learning_rate=options.learning_rate,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        warmup_steps=10,
+        lr_scheduler_type="linear",
+        seed=seed,
+        bf16=options.mixed_precision == "bf16",
+        train_sampling_strategy="group_by_length",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=20,
+        use_cpu=options.cpu,
+    )
+    model = load(column, folder, seed, len(set(labels)), options.length)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=[rows[i] for i in train],  # type: ignore[arg-type]
+        data_collator=DataCollatorWithPadding(tokenizer),
+    )
+    begun = time.process_time()
+    trainer.train()
+    record = {
+        "column": column,
+        "seed": seed,
+        "test": test.tolist(),
+        "prediction": [],
+        "label": [labels[i] for i in test],
+        "training_tokens": int(sum(len(rows[i]["input_ids"]) for i in train) * options.epochs),
+        "steps": trainer.state.global_step,
+        "last_loss": trainer.state.log_history[-1]["train_loss"],
+        "cpu_seconds": time.process_time() - begun,
+    }
+    logits: Any = trainer.predict([rows[i] for i in test]).predictions  # type: ignore[arg-type]
+    record["prediction"] = np.argmax(logits, axis=-1).tolist()
+    write_whole(options.work / f"{name_of(column)}-{seed}.json", json.dumps(record) + "\n")
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def name_of(column: str) -> str:
+    """The name of a column in the names of files."""
+    return "".join(c if c.isalnum() else "-" for c in column.lower())
+
+
+def make_report(records: list[dict[str, Any]], columns: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """Accuracy of each column over all documents that were tested, and its difference to softmax extended."""
+    accuracy = metric_function("accuracy")
+
+    def outcomes(column: str) -> dict[int, tuple[list[int], list[int]]]:
+        return {r["seed"]: (r["prediction"], r["label"]) for r in records if r["column"] == column}
+
+    def pooled(runs: dict[int, tuple[list[int], list[int]]], seeds: list[int]) -> list[tuple[list[int], list[int]]]:
+        # every seed has its own documents, so that they are one sample
+        return [([p for s in seeds for p in runs[s][0]], [x for s in seeds for x in runs[s][1]])]
+
+    reference, rows = outcomes(EXTENDED), []
+    for column in columns:
+        runs = outcomes(column)
+        seeds = sorted(runs)
+        if not seeds:
+            continue
+        row: dict[str, Any] = {
+            "column": column,
+            "seeds": seeds,
+            "documents": sum(len(runs[s][1]) for s in seeds),
+            "accuracy": vars(bootstrap_interval(accuracy, pooled(runs, seeds))),
+            "each": [float(np.mean(np.equal(*runs[s]))) for s in seeds],
+            "cpu_minutes": [r["cpu_seconds"] / 60 for r in records if r["column"] == column],
+            "training_tokens": [r["training_tokens"] for r in records if r["column"] == column],
+        }
+        both = [s for s in seeds if s in reference]
+        if column != EXTENDED and both:
+            row["difference"] = vars(bootstrap_difference(accuracy, pooled(runs, both), pooled(reference, both)))
+        rows.append(row)
+    some = next(iter(reference.values()))[1] if reference else records[0]["label"]
+    guess = max(some.count(label) for label in set(some)) / len(some)
+    return settings | {"machine": machine(), "guess": guess, "rows": rows, "runs": records}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table, and what it is of."""
+
+    def text(found: dict[str, Any] | None, sign: str = "") -> str:
+        return (
+            ""
+            if found is None
+            else f"{found['value']:{sign}.3f} ({found['low']:{sign}.3f} to {found['high']:{sign}.3f})"
+        )
+
+    lines = [
+        [
+            row["column"],
+            text(row["accuracy"]),
+            ", ".join(f"{x:.3f}" for x in row["each"]),
+            text(row.get("difference"), "+"),
+            f"{np.mean(row['training_tokens']) / 1e6:.2f}M",
+            f"{np.mean(row['cpu_minutes']):.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    head = ["", "accuracy", "each seed", f"minus {EXTENDED}", "training tokens", "CPU minutes a run"]
+    told = (
+        f"{report['model']}, fine-tuned on {report['dataset']}: {report['documents']} documents, of which each run is "
+        f"tested on one in {FOLDS} and trained on the others; first {report['length']} tokens (truncated: 512), "
+        f"{report['epochs']} epochs in batches of {report['batch_size']}, learning rate {report['learning_rate']:g}, "
+        f"precision {report['precision']}. 95% intervals over the tested documents of all seeds together, differences "
+        f"on the same documents. The larger class alone gets {report['guess']:.3f}. On "
+        f"{machine_text(report['machine'])}."
+    )
+    return f"{told}\n\n{table(head, lines)}\n"
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Accuracies with their intervals, and the seeds as dots."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = report["rows"][::-1]
+    figure, axes = plt.subplots(figsize=(7, 0.6 * len(rows) + 1.3))
+    for place, row in enumerate(rows):
+        value, low, high = (row["accuracy"][key] for key in ("value", "low", "high"))
+        axes.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", color="C0", capsize=3)
+        axes.plot(row["each"], [place - 0.2] * len(row["each"]), ".", color="0.6")
+    axes.axvline(report["guess"], color="0.6", linestyle=":")
+    axes.set_yticks(range(len(rows)), [row["column"] for row in rows])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xlabel("accuracy, interval, and each seed (dotted: the larger class alone)")
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", required=True, help="File or dataset with text and label.")
+    parser.add_argument("--converted", nargs="*", default=[], metavar="NAME=FOLDER", help="With {seed} in FOLDER.")
+    parser.add_argument("--columns", nargs="+", help="Train these only. Default: all.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="Default: 0 1 2.")
+    parser.add_argument("--length", type=int, default=1024, help="Tokens of a document. Default: 1024.")
+    parser.add_argument("--epochs", type=int, default=3, help="Default: 3.")
+    parser.add_argument("--batch-size", type=int, default=8, help="Documents a step. Default: 8.")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="Default: 1e-4.")
+    parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="Of the training. Default: no.")
+    parser.add_argument("--cpu", action="store_true", help="Not on a GPU.")
+    parser.add_argument("--work", type=Path, default=Path("runs/finetuned-documents"), help="Folder of the runs.")
+    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    options.work.mkdir(parents=True, exist_ok=True)
+    folders = {TRUNCATED: str(minilm_folder()), EXTENDED: str(minilm_folder())}
+    for given in options.converted:
+        name, _, folder = given.partition("=")
+        if not folder or name in folders:
+            parser.error(f"--converted={given!r} must be NAME=FOLDER with a name that is not taken.")
+        folders[name] = folder
+    if unknown := set(options.columns or ()) - set(folders):
+        parser.error(f"--columns={sorted(unknown)} must be among {', '.join(map(repr, folders))}.")
+
+    documents = load_documents(DataConfig(dataset=options.dataset, text_column="text", label_column="label")).documents
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    tokenizer.model_max_length = int(1e9)
+    names = sorted({str(document.label) for document in documents})
+    ids = tokenizer([document.text for document in documents])["input_ids"]
+    rows = [{"input_ids": x, "labels": names.index(str(d.label))} for x, d in zip(ids, documents, strict=True)]
+    for seed in options.seeds:
+        for column in options.columns or folders:
+            if not (options.work / f"{name_of(column)}-{seed}.json").exists():
+                run(column, folders[column].replace("{seed}", str(seed)), seed, rows, options)
+    records = [json.loads(path.read_text()) for path in sorted(options.work.glob("*.json"))]
+    settings = {
+        "model": "all-MiniLM-L6-v2",
+        "dataset": Path(options.dataset).name,
+        "documents": len(documents),
+        "length": options.length,
+        "epochs": options.epochs,
+        "batch_size": options.batch_size,
+        "learning_rate": options.learning_rate,
+        "precision": options.mixed_precision,
+        "converted": {Path(folder).name: name for name, folder in folders.items() if name not in (TRUNCATED, EXTENDED)},
+    }
+    report = make_report(records, list(folders), settings)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+    write_whole(options.output.with_suffix(".md"), markdown(report))
+    plot(report, options.output.with_suffix(".png"))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()
