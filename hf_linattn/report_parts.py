@@ -75,6 +75,19 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
+def interval_text(value: float, low: float | None, high: float | None, form: str = "{:.3f}") -> str:
+    """A number and the interval in brackets, which is left out where it is None."""
+    return form.format(value) + ("" if low is None else f" ({form.format(low)} to {form.format(high)})")
+
+
+def error_bars(intervals: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:
+    """How far each interval (value, low, high) reaches below and above the value, as matplotlib wants it."""
+    return [
+        [0.0 if low is None else value - low for value, low, _ in intervals],
+        [0.0 if high is None else high - value for value, _, high in intervals],
+    ]
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]

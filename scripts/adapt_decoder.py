@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
+from hf_linattn.report_parts import error_bars, interval_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -135,8 +136,7 @@ def rows_of(outcomes: dict[str, dict[str, list[float]]], tokens: int) -> list[di
 
 
 def _cell(values: dict[str, float], digits: int = 2) -> str:
-    value = Interval(**values)
-    return f"{value.value:.{digits}f} ({value.low:.{digits}f} to {value.high:.{digits}f})"
+    return interval_text(**values, form=f"{{:.{digits}f}}")
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -158,9 +158,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     titles = {"perplexity": "perplexity (less is better)", "copied": "log-probability of a repeated token (nats)"}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         values = [Interval(**row[key]) for row in rows]
-        spread = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
         colours = ["#55a868", *["#4c72b0"] * (len(rows) - 1)][::-1]
-        axes.barh([row["setting"] for row in rows], [v.value for v in values], xerr=spread, color=colours, capsize=3)
+        axes.barh(
+            [row["setting"] for row in rows],
+            [v.value for v in values],
+            xerr=error_bars([astuple(v) for v in values]),
+            color=colours,
+            capsize=3,
+        )
         axes.set_xlabel(title)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_xscale("log")

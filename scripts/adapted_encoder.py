@@ -34,7 +34,7 @@ from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, conver
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_interval
-from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+from hf_linattn.report_parts import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
 
 #: Longest document of the models that come out, and length of what they are trained and measured on.
 MAX_LENGTH, LENGTH = 4096, 512
@@ -169,7 +169,7 @@ def markdown(report: dict[str, Any]) -> str:
                 value, low, high = row[kind][name]["mean"]
                 seeds = row[kind][name]["seeds"]
                 each = f"; seeds {', '.join(f'{x:.3f}' for x in seeds)}" if kind == "adapted" else ""
-                cells.append(f"{value:.3f} ({low:.3f} to {high:.3f}){each}")
+                cells.append(interval_text(value, low, high) + each)
         lines.append(cells)
     measured = ", ".join(f"{count} of {name}" for name, count in report["documents"].items())
     told = (
@@ -193,11 +193,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     )
     for axes, name in zip(panels[0], names, strict=True):
         for shift, kind, colour in ((0.27, "swap", "0.6"), (0.0, "adapted", "C0"), (-0.27, "far off", "C1")):
-            shown = [(place, *row[kind][name]["mean"]) for place, row in enumerate(rows) if kind in row]
-            spread = [[v - low for _, v, low, _ in shown], [high - v for _, v, _, high in shown]]
+            places = [place + shift for place, row in enumerate(rows) if kind in row]
+            shown = [row[kind][name]["mean"] for row in rows if kind in row]
             label = {"swap": "direct swap", "adapted": "adapted", "far off": "adapted, far part off"}[kind]
-            places = [place + shift for place, *_ in shown]
-            axes.barh(places, [v for _, v, _, _ in shown], 0.27, xerr=spread, color=colour, label=label)
+            axes.barh(places, [v for v, *_ in shown], 0.27, xerr=error_bars(shown), color=colour, label=label)
         axes.set_yticks(range(len(rows)), [row["setting"] for row in rows])
         axes.set_xlim(0.7, 1)
         axes.set_title(name)

@@ -27,7 +27,7 @@ sys.path.remove(str(Path(__file__).resolve().parent))
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+from hf_linattn.report_parts import interval_text, machine, machine_text, save_figure, table, write_whole
 
 JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
 SETTINGS: dict[str, AttentionConfig] = {
@@ -119,7 +119,7 @@ def main() -> None:
                 for text in (
                     f"{row[name]['default'][0]:.3f}",
                     f"{row[name]['calibrated'][0]:.3f}",
-                    "{:+.3f} ({:+.3f} to {:+.3f})".format(*row[name]["gain"]),
+                    interval_text(*row[name]["gain"], "{:+.3f}"),
                 )
             ),
         ]

@@ -40,7 +40,7 @@ from hf_linattn.convert import extend_positions
 from hf_linattn.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
-from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+from hf_linattn.report_parts import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
 
 TRUNCATED, EXTENDED = "softmax truncated", "softmax extended"
 #: Parts of the documents, of which each run is tested on one.
@@ -151,11 +151,7 @@ def markdown(report: dict[str, Any]) -> str:
     """The table, and what it is of."""
 
     def text(found: dict[str, Any] | None, sign: str = "") -> str:
-        return (
-            ""
-            if found is None
-            else f"{found['value']:{sign}.3f} ({found['low']:{sign}.3f} to {found['high']:{sign}.3f})"
-        )
+        return "" if found is None else interval_text(**found, form=f"{{:{sign}.3f}}")
 
     lines = [
         [
@@ -190,8 +186,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     rows = report["rows"][::-1]
     figure, axes = plt.subplots(figsize=(7, 0.6 * len(rows) + 1.3))
     for place, row in enumerate(rows):
-        value, low, high = (row["accuracy"][key] for key in ("value", "low", "high"))
-        axes.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", color="C0", capsize=3)
+        found = tuple(row["accuracy"][key] for key in ("value", "low", "high"))
+        axes.errorbar(found[0], place, xerr=error_bars([found]), fmt="o", color="C0", capsize=3)
         axes.plot(row["each"], [place - 0.2] * len(row["each"]), ".", color="0.6")
     axes.axvline(report["guess"], color="0.6", linestyle=":")
     axes.set_yticks(range(len(rows)), [row["column"] for row in rows])

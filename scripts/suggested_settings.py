@@ -30,7 +30,7 @@ from hf_linattn.analyze.suggest import described
 from hf_linattn.convert import extend_positions
 from hf_linattn.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.report_parts import machine, machine_text, save_figure, table, write_whole
+from hf_linattn.report_parts import interval_text, machine, machine_text, save_figure, table, write_whole
 
 
 def plot(rows: list[dict[str, Any]], unit: str, path: Path) -> None:
@@ -127,13 +127,13 @@ def main() -> None:
         [
             row["setting"],
             f"{row['cost']:.3f}",
-            f"{row['cosine']:.4f} ({row['interval'][0]:.4f} to {row['interval'][1]:.4f})",
+            interval_text(row["cosine"], *row["interval"], "{:.4f}"),
             *(
                 [
                     ", ".join(name or "softmax" for name in row["suggested"]),
                     f"{row['suggested_cost']:.3f}",
                     f"{row['suggested_cosine']:.4f} (expected {row['suggested_expected']:.4f})",
-                    "{:+.4f} ({:+.4f} to {:+.4f})".format(*row["difference"]),
+                    interval_text(*row["difference"], "{:+.4f}"),
                 ]
                 if "suggested" in row
                 else ["no setting is cheaper than softmax", "", "", ""]

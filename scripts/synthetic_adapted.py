@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hf_linattn.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
 from hf_linattn.evaluate.synthetic import Example, make_examples, score
+from hf_linattn.report_parts import error_bars, interval_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -124,10 +125,7 @@ def rows_of(cells: dict[str, list[dict[str, list[float]]]]) -> list[dict[str, An
 
 
 def _cell(values: dict[str, float] | None) -> str:
-    if values is None:
-        return ""
-    value = Interval(**values)
-    return f"{value.value:.3f} ({value.low:.3f} to {value.high:.3f})"
+    return "" if values is None else interval_text(**values)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -150,9 +148,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             if branch not in row["accuracy"]:
                 continue
             value = Interval(**row["accuracy"][branch])
-            spread = [[value.value - value.low], [value.high - value.value]]
             colour = "#4c72b0" if len(row["accuracy"]) > 1 else "#55a868"
-            axes.barh(position, value.value, xerr=spread, color=colour, capsize=3)
+            axes.barh(position, value.value, xerr=error_bars([astuple(value)]), color=colour, capsize=3)
         axes.set(xlim=(0, 1.05), title=branch)
         axes.set_yticks(range(len(rows)), [row["setting"] for row in rows[::-1]])
         axes.spines[["top", "right"]].set_visible(False)

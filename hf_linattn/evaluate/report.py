@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..report_parts import attention_text, checkpoint_name, machine_text, table, write_whole
+from ..report_parts import attention_text, checkpoint_name, interval_text, machine_text, table, write_whole
 from .columns import EXTENDED, TRUNCATED
 from .plots import draw_plots, slug
 
@@ -208,9 +208,7 @@ def _with_interval(numbers: dict[str, Any], prefix: str) -> str:
     form = "{:+.3f}" if prefix else "{:.3f}"
     if max(abs(x) for x in (value, low or 0, high or 0)) >= 100:
         form = form.replace(".3f", ",.0f")
-    if low is None:
-        return form.format(value)
-    return f"{form.format(value)} ({form.format(low)} to {form.format(high)})"
+    return interval_text(value, low, high, form)
 
 
 def footprint_text(report: dict[str, Any]) -> str:
