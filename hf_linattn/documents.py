@@ -1,5 +1,6 @@
 """Documents from any `datasets` dataset: a Hub id, local files, a named preset, or the help texts of Python itself."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -178,8 +179,6 @@ def load_documents(config: DataConfig) -> Documents:
         ValueError: as `load_rows`; a text is no text; a document has no class, or several; or no document is left.
     """
     config = config.resolved()
-    rows = load_rows(config)
-    names = _class_names((rows.features or {}).get(config.label_column))
     # of a stream only what comes first is read, unless classes are chosen, which may begin late
     enough = config.max_documents if config.streaming else None
     if config.max_classes is not None or config.max_per_class is not None:
@@ -187,24 +186,12 @@ def load_documents(config: DataConfig) -> Documents:
     documents: list[Document] = []
     classes: set[str] = set()
     empty = 0
-    for index, row in enumerate(rows):
-        text = _text(row[config.text_column], config, index)
-        if not text.strip():
+    for document, its_classes in _read(config):
+        if document is None:
             empty += 1
             continue
-        label = None
-        if config.label_column is not None:
-            its_classes = _classes(row[config.label_column], names)
-            classes.update(its_classes)
-            label = _label(its_classes, config, index)
-        documents.append(
-            Document(
-                id=str(index if config.id_column is None else row[config.id_column]),
-                text=text,
-                label=label,
-                group=None if config.group_column is None else str(row[config.group_column]),
-            )
-        )
+        classes.update(its_classes)
+        documents.append(document)
         if len(documents) == enough:
             break
     if not documents:
@@ -216,6 +203,42 @@ def load_documents(config: DataConfig) -> Documents:
             f"{', '.join(map(repr, sorted(classes)))}."
         )
     return Documents(_selected(documents, config), empty)
+
+
+def stream_documents(config: DataConfig) -> Iterator[Document]:
+    """The documents that a config selects, one after the other as they are read; those without any text are left out.
+
+    Raises:
+        ValueError: as `load_documents`; or classes are to be chosen, for which all documents must be known.
+    """
+    config = config.resolved()
+    for name in ("max_classes", "max_per_class"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name}={getattr(config, name)!r} needs all documents; leave out streaming.")
+    documents = (document for document, _ in _read(config) if document is not None)
+    return itertools.islice(documents, config.max_documents)
+
+
+def _read(config: DataConfig) -> Iterator[tuple[Document | None, list[str]]]:
+    """Each row's document, or None for one without text, and the classes that the row names."""
+    rows = load_rows(config)
+    names = _class_names((rows.features or {}).get(config.label_column))
+    for index, row in enumerate(rows):
+        text = _text(row[config.text_column], config, index)
+        if not text.strip():
+            yield None, []
+            continue
+        classes, label = [], None
+        if config.label_column is not None:
+            classes = _classes(row[config.label_column], names)
+            label = _label(classes, config, index)
+        document = Document(
+            id=str(index if config.id_column is None else row[config.id_column]),
+            text=text,
+            label=label,
+            group=None if config.group_column is None else str(row[config.group_column]),
+        )
+        yield document, classes
 
 
 def _text(value: Any, config: DataConfig, index: int) -> str:
@@ -315,6 +338,9 @@ def _load(config: DataConfig) -> Dataset | IterableDataset:
         ) from error
     except DatasetGenerationError as error:
         raise ValueError(f"{config.dataset!r} cannot be read: {error.__cause__ or error}") from error
+    except StopIteration as error:
+        # what datasets makes of an empty file
+        raise ValueError(f"{config.dataset!r} has no rows.") from error
     except RuntimeError as error:
         # datasets that are scripts
         raise ValueError(f"{config.dataset!r} cannot be loaded: {error}") from error

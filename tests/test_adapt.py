@@ -225,7 +225,8 @@ def test_adaptation_brings_the_model_closer_to_its_base(
     for row in rows:
         assert {"cosine/layer_0", "cosine/layer_1", "tokens_per_second", "gradient_norm/query_key"} <= row.keys()
     evaluated = [row["eval/loss"] for row in lines(tmp_path / "out") if "eval/loss" in row]
-    assert len(evaluated) == 20
+    # and before the first step of each stage
+    assert len(evaluated) == 22
 
 
 def test_no_path_of_this_machine_is_recorded_of_models_that_were_loaded_before(
@@ -480,7 +481,7 @@ def test_nan_names_the_layer_and_keeps_a_checkpoint(folder: Path, tmp_path: Path
     settings = {**SHORT, "transfer_feature_lr": 1e38, "checkpoint_steps": 100, "transfer_steps": 6}
     with pytest.raises(FloatingPointError, match=r"Stage 'transfer', step \d: .* first in .*linattn"):
         adapt(folder, tmp_path / "out", AdaptConfig(**settings), data=data)
-    assert (tmp_path / "out" / "training" / "checkpoint" / "state.json").is_file()
+    assert (tmp_path / "out" / "training" / "diverged" / "state.json").is_file()
     assert not (tmp_path / "out" / "config.json").exists()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -28,7 +29,7 @@ from .config import AdaptConfig
 from .distil import Distil
 from .groups import choose_trained
 from .lock import only_one
-from .loop import Loop, Progress, Rows, check_batch_size
+from .loop import DIVERGED, Loop, Progress, Rows, check_processes
 from .lora import add_adapter, merged
 from .monitor import MetricsFile, check_tracker
 from .sequences import Example, Sequences, tokenize
@@ -58,6 +59,9 @@ _MAY_CHANGE = (
     "learning_rate",
 )
 
+# Attributes of modules in which Transformers keeps shares of dropout that act in training mode.
+_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop")
+
 logger = logging.get_logger(__name__)
 
 
@@ -77,7 +81,8 @@ def adapt(
     `output_dir` becomes a full checkpoint, with tokenizer and sentence modules, whose config tells how it
     was trained (`linattn_training`). While the run goes on, its checkpoints are in `output_dir`/training; a
     run that was killed continues when it is started again with the same arguments, and ends as if it had
-    not been killed. `output_dir`/training/metrics.jsonl has one line for each logged step.
+    not been killed. `output_dir`/training/metrics.jsonl has one line for each logged step. Weights are trained in
+    float32; the result has the dtype of `model`.
 
     Args:
         model: a converted model, or the folder or Hub id of one.
@@ -116,6 +121,8 @@ class _Run:
         tokenizer: Any,
         accelerator: Accelerator | None,
     ) -> None:
+        if eval_data is not None and not config.eval_sequences:
+            raise ValueError("eval_sequences=0 with eval_data: it must be at least 1, or eval_data left out.")
         self.model, self.base, self.config, self.data, self.eval_data = model, base, config, data, eval_data
         self.output_dir, self.training = output_dir, output_dir / TRAINING
         check_tracker(config.tracker)
@@ -123,12 +130,14 @@ class _Run:
             raise ValueError("task='sequence-classification' needs a label_column in the data.")
         self.start = _config_of(model)
         self._check_start()
-        self.tokenizer = self._tokenizer() if tokenizer is None else tokenizer
+        self.given_tokenizer = tokenizer is not None
+        self.tokenizer = tokenizer if self.given_tokenizer else self._tokenizer()
         self._check_lengths()
         self.settings = _settings(self)
         self._check_output()
+        self._check_classes()
         self.accelerator = accelerator or _accelerator(config, self.training)
-        check_batch_size(config, self.accelerator)
+        check_processes(config, self.accelerator)
         self.metrics = MetricsFile(self.training / "metrics.jsonl")
         self.history: list[dict[str, Any]] = []
 
@@ -150,6 +159,10 @@ class _Run:
             raise ValueError(
                 f"sequence_length={self.config.sequence_length} is more than the model's max_length={max_length}."
             )
+        if len(self.tokenizer) > self.start.vocab_size:
+            raise ValueError(
+                f"tokenizer: it has {len(self.tokenizer)} tokens, and the model's vocab_size={self.start.vocab_size}."
+            )
         if self.config.task == "masked-lm" and self.tokenizer.mask_token_id is None:
             raise ValueError("task='masked-lm': the tokenizer has no mask token.")
 
@@ -164,6 +177,24 @@ class _Run:
                 return tokenizer
         raise ValueError("tokenizer is missing: none was found with the model or its base.")
 
+    def _check_classes(self) -> None:
+        """Whether the head has the class of each document; of a stream that shows when it is read."""
+        if self.config.task != "sequence-classification":
+            return
+        if self.eval_data is not None and self.eval_data.resolved().label_column is None:
+            raise ValueError("eval_data needs a label_column for task='sequence-classification'.")
+        head = MODEL_CLASSES[HEADS[self.config.task]].get(self.start.base_model_type)
+        has_head = head is not None and head.__name__ in (self.start.architectures or ())
+        known = set(self.start.label2id if has_head else self._labels())
+        for data in (self.data, self.eval_data):
+            if data is None or data.resolved().streaming or not known:
+                continue
+            if odd := sorted({str(document.label) for document in load_documents(data)} - known):
+                raise ValueError(
+                    f"label_column={data.resolved().label_column!r} of {data.dataset!r}: {', '.join(map(repr, odd))} "
+                    f"is no class of the model, which has {', '.join(map(repr, sorted(known)))}."
+                )
+
     def _check_output(self) -> None:
         if not self.output_dir.exists() or not any(self.output_dir.iterdir()):
             return
@@ -174,8 +205,9 @@ class _Run:
                 f"output_dir={str(self.output_dir)!r} is not empty, and holds no run that could be continued."
             ) from None
         for part, values in self.settings.items():
-            for name, value in values.items() if isinstance(values, dict) else ():
-                earlier = before.get(part, {}).get(name)
+            known = before.get(part, {}) if isinstance(before, dict) else {}
+            for name in {**known, **values}:
+                earlier, value = known.get(name), values.get(name)
                 if earlier != value and name not in _MAY_CHANGE:
                     raise FileExistsError(
                         f"output_dir={str(self.output_dir)!r} holds a run with {name}={earlier!r}, not {value!r}; "
@@ -185,11 +217,13 @@ class _Run:
     # -- the run ------------------------------------------------------------------------------------
 
     def run(self) -> LinAttnPreTrainedModel:
-        if (self.output_dir / "config.json").is_file():
-            logger.warning(f"{str(self.output_dir)!r} holds the result of this run already; nothing is left to do.")
-            return _load(self.output_dir, None)
         with only_one(self.training) if self.accelerator.is_main_process else contextlib.nullcontext():
-            return self._locked()
+            # asked inside the lock: who had it before may have finished; and by one, so that all do the same
+            finished = broadcast_object_list([(self.output_dir / "config.json").is_file()])[0]
+            if not finished:
+                return self._locked()
+        logger.warning(f"{str(self.output_dir)!r} holds the result of this run already; nothing is left to do.")
+        return _load(self.output_dir, None)
 
     def _locked(self) -> LinAttnPreTrainedModel:
         stages = self.config.stages()
@@ -210,7 +244,8 @@ class _Run:
         names = [name for name, _ in stages]
         if self.accelerator.is_main_process:
             done = [*names, "end"][: state["stage"] + 1]
-            self.metrics.take_back(done, state["progress"].get("step", 0))
+            # the first evaluation of a stage has step 0, and is made again with it
+            self.metrics.take_back(done, state["progress"].get("step", 0) or -1)
         tensors = None if found is None else checkpoints.read_model(found)
         for index in range(state["stage"], len(stages)):
             progress = Progress(**(state["progress"] if index == state["stage"] else {}))
@@ -236,7 +271,7 @@ class _Run:
         student = self._student()
         needs_teacher = name != "task" or self.config.task_distillation
         # of the weights that the run began with, not of those that it has come to
-        teacher = softmax_teacher(student, self.base) if needs_teacher else None
+        teacher = softmax_teacher(student, self.base).float() if needs_teacher else None
         model: Any = add_adapter(student, self.config) if self.config.lora_rank else student
         if tensors is not None:
             checkpoints.load_model_state(model, tensors)
@@ -246,7 +281,8 @@ class _Run:
             teacher.to(self.accelerator.device)
         # dropout is for tasks: what imitates a teacher should see what the teacher sees
         stage.train(name == "task")
-        if self.config.gradient_checkpointing:
+        # in the transfer no gradient goes from layer to layer, and the teacher's outputs are there once
+        if self.config.gradient_checkpointing and name != "transfer":
             _checkpoint_gradients(student, dropout=name == "task")
 
         folder, best = self.training / "checkpoint", self.training / "best"
@@ -257,6 +293,15 @@ class _Run:
 
         def save_best(weights: dict[str, Tensor], progress: Progress) -> None:
             checkpoints.write(best, weights, None, {"stage": index, "step": progress.step})
+
+        def save_diverged(weights: dict[str, Tensor], progress: Progress) -> None:
+            checkpoints.write(self.training / DIVERGED, weights, None, {"stage": index, "step": progress.step})
+
+        kept = checkpoints.find(best)
+        found = None if kept is None else checkpoints.read_state(kept)
+        if self.config.keep_best and found != {"stage": index, "step": progress.best_step}:
+            # killed after an evaluation that came after the checkpoint: it will come again, and be the best again
+            progress.best_loss, progress.best_step = math.inf, -1
 
         # trackers count on through the stages: W&B drops what has a smaller step than something before
         begin = sum(count for _, count in self.config.stages()[:index])
@@ -278,15 +323,18 @@ class _Run:
             record=record,
             save=save,
             save_best=save_best,
+            save_diverged=save_diverged,
         )
-        progress = loop.run(progress, optimizer)
-        tensors = checkpoints.model_state(stage.model)
+        progress, tensors = loop.run(progress, optimizer)
         self.accelerator.wait_for_everyone()
         chosen = steps
         if self.config.keep_best and -1 < progress.best_step < steps:
             kept = checkpoints.find(best)
             assert kept is not None and checkpoints.read_state(kept) == {"stage": index, "step": progress.best_step}
             tensors, chosen = checkpoints.read_model(kept), progress.best_step
+        if chosen == 0:
+            best_loss = f"{progress.best_loss:.3g}"
+            logger.warning(f"Stage {name!r} is left as it began: no evaluation was better than the first, {best_loss}.")
         self.history.append(
             {
                 "stage": name,
@@ -311,7 +359,11 @@ class _Run:
         wanted = HEADS.get(self.config.task or "")
         if wanted and type(student) is not MODEL_CLASSES[wanted].get(student.config.base_model_type):
             raise ValueError(f"task={self.config.task!r} needs a model for {wanted}, not {type(student).__name__}.")
-        return student
+        if adapted := [name for name, _ in student.named_parameters() if ".lora_" in name]:
+            raise ValueError(f"model: it has LoRA layers ({adapted[0]}, ...); merge them before it is adapted.")
+        # small steps would be lost to the rounding of 16-bit weights, and Adam's moments leave the range of float16
+        self.dtypes = {name: tensor.dtype for name, tensor in student.state_dict().items()}
+        return student.float()
 
     def _make_stage(
         self, name: str, model: nn.Module, student: LinAttnPreTrainedModel, teacher: LinAttnPreTrainedModel | None
@@ -376,7 +428,7 @@ class _Run:
         return add_labels(rows, config.task, self.tokenizer, config.mask_probability, chance)
 
     def _labels(self) -> list[str]:
-        if self.data.streaming:
+        if self.data.resolved().streaming:
             return []
         return sorted({str(document.label) for document in load_documents(self.data)})
 
@@ -395,6 +447,9 @@ class _Run:
             os.replace(unfinished, self.output_dir / "adapter")
         if self.config.lora_rank:
             student = merged(model)
+        # each tensor in the dtype that it came in
+        for name, tensor in (*student.named_parameters(), *student.named_buffers()):
+            tensor.data = tensor.data.to(self.dtypes.get(name, tensor.dtype))
         student.config.linattn_training = self._record()
         if self.accelerator.is_main_process:
             self._write(student)
@@ -419,6 +474,9 @@ class _Run:
 
     def _write(self, model: LinAttnPreTrainedModel) -> None:
         """The files of a full checkpoint, config.json last: without it, nobody takes the folder for a model."""
+        for leftover in self.output_dir.glob(".unfinished-*"):
+            # of a start that was killed here
+            shutil.rmtree(leftover, ignore_errors=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=self.output_dir))
         try:
             source = self.model if isinstance(self.model, (str, Path)) else self.base
@@ -426,6 +484,7 @@ class _Run:
                 save_checkpoint(model, source, unfinished)
             else:
                 model.save_pretrained(unfinished)
+            if self.given_tokenizer or not isinstance(source, (str, Path)):
                 self.tokenizer.save_pretrained(unfinished)
             entries = sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json")
             for entry in entries:
@@ -503,9 +562,15 @@ def _checkpoint_gradients(student: LinAttnPreTrainedModel, *, dropout: bool) -> 
     student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # it acts in training mode only
     student.train()
+    if dropout:
+        return
     for module in student.modules():
-        if isinstance(module, nn.Dropout) and not dropout:
+        if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name in _DROPOUTS:
+            # shares that are handed to functions, or that skip layers
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def _settings(run: _Run) -> dict[str, Any]:
@@ -514,6 +579,8 @@ def _settings(run: _Run) -> dict[str, Any]:
         "config": dataclasses.asdict(run.config),
         "data": dataclasses.asdict(run.data),
         "eval_data": {} if run.eval_data is None else dataclasses.asdict(run.eval_data),
+        # as JSON has it, which it is compared with
+        "attention": {"linattn": json.loads(json.dumps(run.start.linattn))},
         "names": {"model": _name_of(run.model), "base": _name_of(run.base)},
     }
     return settings

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from . import deepspeed_state
+
 try:
     from torch.distributed.tensor import DTensor, distribute_tensor
 except ImportError:  # torch built without torch.distributed
@@ -28,6 +30,8 @@ _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "stat
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on the CPU; every process must ask for it."""
+    if deepspeed_state.partitioned(tensor):
+        return deepspeed_state.weights(tensor)
     if DTensor is not None and isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu()
@@ -57,6 +61,8 @@ def load_model_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
     """The tensors that the optimizer keeps for each parameter."""
+    if any(map(deepspeed_state.partitioned, names)):
+        return deepspeed_state.optimizer_state(optimizer, names)
     return {
         f"{name}|{key}": whole(value)
         for parameter, name in names.items()
@@ -70,6 +76,9 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], state: dict[str, Tensor]
 ) -> None:
     """The inverse of `optimizer_state`."""
+    if any(map(deepspeed_state.partitioned, names)):
+        deepspeed_state.load_optimizer_state(optimizer, names, state)
+        return
     by_name = {name: parameter for parameter, name in names.items()}
     for key, value in state.items():
         name, _, kind = key.rpartition("|")

@@ -1,5 +1,6 @@
 """The settings of an adaptation. The defaults are what did best so far on a sentence encoder of 23M parameters."""
 
+import math
 from dataclasses import dataclass, field, fields
 
 TASKS = ("sequence-classification", "masked-lm", "causal-lm")
@@ -142,9 +143,14 @@ class AdaptConfig:
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise ValueError(f"{f.name}={value!r} must be an integer of at least {least}.")
             elif kind.startswith("float"):
-                largest = 1.0 if f.name in _SHARES else float("inf")
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= largest:
-                    raise ValueError(f"{f.name}={value!r} must be a number from 0 to {largest}.")
+                number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+                if f.name in _SHARES and not (number and 0 <= value <= 1):
+                    raise ValueError(f"{f.name}={value!r} must be a number from 0 to 1.")
+                if f.name in _BELOW_ONE and value == 1:
+                    raise ValueError(f"{f.name}={value!r} must be below 1.")
+                if not number or value < 0 or (f.name in _ABOVE_ZERO and value == 0):
+                    least = "above 0" if f.name in _ABOVE_ZERO else "of at least 0"
+                    raise ValueError(f"{f.name}={value!r} must be a finite number {least}.")
             elif kind == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{f.name}={value!r} must be True or False.")
             if "choices" in f.metadata and value not in f.metadata["choices"]:
@@ -160,6 +166,9 @@ class AdaptConfig:
             )
         if self.lora_targets is not None and not self.lora_rank:
             raise ValueError(f"lora_targets={self.lora_targets!r} needs a lora_rank above 0.")
+        targets = self.lora_targets
+        if targets is not None and (isinstance(targets, str) or not targets):
+            raise ValueError(f"lora_targets={targets!r} must be a list of names, at least one.")
 
     def stages(self) -> list[tuple[str, int]]:
         """Names and steps of the stages, in their order."""
@@ -168,4 +177,6 @@ class AdaptConfig:
 
 
 _MAY_BE_ZERO = ("transfer_steps", "distil_steps", "task_steps", "warmup_steps", "lora_rank", "eval_sequences", "seed")
+_ABOVE_ZERO = ("temperature", "max_grad_norm", "lora_alpha")
+_BELOW_ONE = ("lora_dropout", "adam_beta2")
 _SHARES = ("window_dropout", "mask_probability", "lora_dropout", "adam_beta2")

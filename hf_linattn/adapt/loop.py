@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, tqdm
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from . import checkpoints
+from . import checkpoints, deepspeed_state
 from .config import AdaptConfig
 from .groups import learning_rates, trained_by_group
 from .monitor import attention_statistics, first_non_finite
@@ -22,6 +22,9 @@ from .sequences import collate
 from .stage import Batch, Stage, branches
 
 Rows = list[dict[str, Any]]
+
+#: Folder in that of the run for the weights before a step that gave NaN or Inf.
+DIVERGED = "diverged"
 
 logger = logging.get_logger(__name__)
 
@@ -49,7 +52,8 @@ class Loop:
         padding_id: token id of padding.
         record: takes (step, metrics) on every process; the first one writes them.
         save: takes (model tensors, optimizer tensors, progress) on the first process, and writes a checkpoint.
-        save_best: the same for the best evaluation so far.
+        save_best: takes (model tensors, progress) of the best evaluation so far.
+        save_diverged: the same of a step that gave NaN or Inf.
     """
 
     accelerator: Accelerator
@@ -62,13 +66,18 @@ class Loop:
     record: Callable[[int, dict[str, float]], None]
     save: Callable[[dict[str, Tensor], dict[str, Tensor] | None, Progress], None]
     save_best: Callable[[dict[str, Tensor], Progress], None]
+    save_diverged: Callable[[dict[str, Tensor], Progress], None]
+    # with DeepSpeed: what it keeps no float32 weights of, as it was
+    _uncast: dict[str, Tensor] = field(default_factory=dict, init=False)
 
-    def run(self, progress: Progress, optimizer_tensors: dict[str, Tensor] | None = None) -> Progress:
-        """Train from where `progress` stands to the last step.
+    def run(
+        self, progress: Progress, optimizer_tensors: dict[str, Tensor] | None = None
+    ) -> tuple[Progress, dict[str, Tensor]]:
+        """Train from where `progress` stands to the last step; where it stands then, and the model's tensors.
 
         Raises:
-            FloatingPointError: a number is not finite; the message names the layer. A checkpoint of the
-                weights before that step is kept.
+            FloatingPointError: a number is not finite; the message names the layer. The weights before that
+                step are kept, beside the last checkpoint: they may be what has gone astray.
         """
         accelerator, config = self.accelerator, self.config
         rates = learning_rates(config, self.stage.name)
@@ -78,20 +87,21 @@ class Loop:
                 chosen = [p for _, p in members if (p.ndim > 1) == decayed]
                 if chosen:
                     decay = config.weight_decay if decayed else 0.0
-                    groups.append({"params": chosen, "lr": rates[name], "peak": rates[name], "weight_decay": decay})
+                    rate = rates[name]
+                    groups.append({"params": chosen, "group": name, "lr": rate, "peak": rate, "weight_decay": decay})
         if (plugin := accelerator.state.deepspeed_plugin) is not None:
             # it cannot tell by itself without a data loader
             share = config.batch_size // accelerator.num_processes
             plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = share
-            if progress.step:
-                logger.warning(
-                    "DeepSpeed keeps Adam's moments and float32 weights to itself, and checkpoints do not have them: "
-                    f"the run goes on from the weights of step {progress.step} with moments that start anew."
-                )
+            # it casts what the model has, also what is not trained
+            self._uncast = checkpoints.model_state(self.stage.model)
         optimizer: Any = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2))
         wrapped, optimizer = accelerator.prepare(self.stage, optimizer)
         stage: Stage = accelerator.unwrap_model(wrapped)
         names = {p: name for name, p in stage.model.named_parameters()}
+        for parameter, name in names.items():
+            if deepspeed_state.partitioned(parameter):
+                deepspeed_state.set_weights(parameter, self._uncast.pop(name))
         if optimizer_tensors is not None:
             checkpoints.load_optimizer_state(_inner(optimizer), names, optimizer_tensors)
         scaler = getattr(accelerator, "scaler", None)
@@ -102,6 +112,9 @@ class Loop:
             desc=stage.name, total=self.steps, initial=progress.step, unit="step", main_process_only=True, leave=True
         )
         try:
+            if self.evaluation and progress.step == 0:
+                # what the stage begins with, which may be the best
+                self._evaluate(wrapped, stage, progress)
             while progress.step < self.steps:
                 begun = time.perf_counter()
                 rate = self._rate(progress.step)
@@ -113,7 +126,7 @@ class Loop:
                 if logged:
                     metrics |= self._gradient_norms(stage.model, scaler, optimizer)
                 norm = accelerator.clip_grad_norm_([p for p in names if p.requires_grad], config.max_grad_norm)
-                self._stop_if_not_finite(wrapped, stage, optimizer, names, loss, norm, rows, progress)
+                self._stop_if_not_finite(stage, loss, norm, rows, progress)
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.step += 1
@@ -123,7 +136,7 @@ class Loop:
                     progress.scaler = scaler.state_dict()
                 last = progress.step == self.steps
                 if logged:
-                    metrics |= {"loss": loss, "learning_rate": rate, **attention_statistics(stage.student)}
+                    metrics |= {"loss": loss, **self._rates(optimizer), **attention_statistics(stage.student)}
                     metrics |= {"tokens": progress.tokens, "tokens_per_second": progress.tokens / progress.seconds}
                     self.record(progress.step, metrics)
                     bar.set_postfix(loss=f"{loss:.4f}")
@@ -134,8 +147,22 @@ class Loop:
                 bar.update(1)
         finally:
             bar.close()
+        tensors = self._model_state(stage.model)
         accelerator.free_memory()
-        return progress
+        return progress, tensors
+
+    def _model_state(self, model: nn.Module) -> dict[str, Tensor]:
+        state = checkpoints.model_state(model)
+        # what nothing but the cast has changed, as it was
+        return state | {
+            name: tensor
+            for name, tensor in self._uncast.items()
+            if torch.equal(tensor.to(state[name].dtype), state[name])
+        }
+
+    def _rates(self, optimizer: Any) -> dict[str, float]:
+        """The learning rate of each group of parameters."""
+        return {f"learning_rate/{group['group']}": group["lr"] for group in optimizer.param_groups}
 
     def _rate(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to 0, as a share of the peak."""
@@ -162,7 +189,8 @@ class Loop:
         near = chance.random() >= self.config.window_dropout
         torch.manual_seed(chance.getrandbits(40) * accelerator.num_processes + accelerator.process_index)
         # gradients are averaged over the processes, and the loss is a sum over rows
-        factor = accelerator.num_processes / stage.weight(rows)
+        # and of a batch in which nothing has a label it is 0
+        factor = accelerator.num_processes / max(stage.weight(rows), 1)
         parts = self._parts(rows)
         total = torch.zeros((), device=accelerator.device)
         metrics: dict[str, Any] = {}
@@ -195,10 +223,7 @@ class Loop:
 
     def _stop_if_not_finite(
         self,
-        wrapped: nn.Module,
         stage: Stage,
-        optimizer: Any,
-        names: dict[nn.Parameter, str],
         loss: float,
         norm: Any,
         rows: Rows,
@@ -209,16 +234,21 @@ class Loop:
         if math.isfinite(loss) and (scaled or norm is None or math.isfinite(float(norm))):
             return
         where = first_non_finite(stage, stage.model, self._batch(self._parts(rows)[0]))
-        self._checkpoint(stage, optimizer, names, progress)
+        tensors = self._model_state(stage.model)
+        if self.accelerator.is_main_process:
+            self.save_diverged(tensors, progress)
+        self.accelerator.wait_for_everyone()
         raise FloatingPointError(
             f"Stage {stage.name!r}, step {progress.step + 1}: the loss is {loss} and the gradient norm "
-            f"{norm if norm is None else float(norm)}; NaN or Inf first in {where}. The checkpoint before this step "
-            "was kept; start again with lower learning rates or without mixed precision."
+            f"{norm if norm is None else float(norm)}; NaN or Inf first in {where}. The weights before this "
+            f"step are in training/{DIVERGED}, the last checkpoint is as it was; go on from it with lower learning "
+            "rates or without mixed precision."
         )
 
     @torch.no_grad()
     def _evaluate(self, wrapped: nn.Module, stage: Stage, progress: Progress) -> None:
-        was_training = stage.training
+        # module by module: with gradient checkpointing only the student is in training mode
+        modes = {module: module.training for module in stage.modules()}
         stage.eval()
         rows, processes = self.evaluation, self.accelerator.num_processes
         size = self.config.micro_batch_size or max(self.config.batch_size // processes, 1)
@@ -231,21 +261,22 @@ class Loop:
             part = rows[starts[min(chosen, len(starts) - 1)] :][:size]
             out = wrapped(self._batch(part))
             counts = float(chosen < len(starts)) * processes
-            total = total + out.loss * counts / stage.weight(rows)
+            total = total + out.loss * counts / max(stage.weight(rows), 1)
             for name, value in out.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value * counts / len(rows)
-        stage.train(was_training)
+        for module, training in modes.items():
+            module.training = training
         loss, means = self._mean(total, metrics)
         self.record(progress.step, {f"eval/{name}": value for name, value in {"loss": loss, **means}.items()})
         if loss < progress.best_loss:
             progress.best_loss, progress.best_step = loss, progress.step
             if self.config.keep_best and progress.step < self.steps:
-                tensors = checkpoints.model_state(stage.model)
+                tensors = self._model_state(stage.model)
                 if self.accelerator.is_main_process:
                     self.save_best(tensors, progress)
 
     def _checkpoint(self, stage: Stage, optimizer: Any, names: dict[nn.Parameter, str], progress: Progress) -> None:
-        model = checkpoints.model_state(stage.model)
+        model = self._model_state(stage.model)
         tensors = checkpoints.optimizer_state(_inner(optimizer), names)
         if self.accelerator.is_main_process:
             self.save(model, tensors, progress)
@@ -262,15 +293,18 @@ def _norm(tensor: Tensor) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def check_batch_size(config: AdaptConfig, accelerator: Accelerator) -> None:
-    """Whether every process gets the same number of rows, and whole parts.
+def check_processes(config: AdaptConfig, accelerator: Accelerator) -> None:
+    """Whether every process gets the same number of rows, and whole parts, and DeepSpeed shards what it may.
 
     Raises:
         ValueError: it does not.
     """
     processes = accelerator.num_processes
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and config.micro_batch_size is not None:
-        raise ValueError("micro_batch_size is not supported with DeepSpeed, which takes a step after each part.")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if config.micro_batch_size is not None:
+            raise ValueError("micro_batch_size is not supported with DeepSpeed, which takes a step after each part.")
+        if (stage := accelerator.state.deepspeed_plugin.zero_stage) not in (1, 2):
+            raise ValueError(f"zero_stage={stage} of DeepSpeed is not supported: it must be 1 or 2 (or take FSDP2).")
     if config.batch_size % processes:
         raise ValueError(f"batch_size={config.batch_size} is not a multiple of the {processes} processes.")
     share = config.batch_size // processes

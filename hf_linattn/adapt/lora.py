@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
@@ -26,7 +27,10 @@ def add_adapter(model: LinAttnPreTrainedModel, config: AdaptConfig) -> PeftModel
         # Conv1D keeps its matrix the other way round
         "fan_in_fan_out": model.config.base_model_type == "gpt2",
     }
-    return get_peft_model(model, LoraConfig(**options))
+    # half of each adapter is drawn: the same on every start
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        return get_peft_model(model, LoraConfig(**options))
 
 
 def merged(model: PeftModel) -> LinAttnPreTrainedModel:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..documents import DataConfig, load_documents, load_rows
+from ..documents import DataConfig, load_documents, stream_documents
 from .stage import Batch
 
 # Batches that are sorted by length together: rows of like length meet, and the order stays random.
@@ -57,7 +57,7 @@ class Sequences:
 
     def evaluation(self) -> list[Example]:
         """The examples that are held out; they are in no batch."""
-        return self._parted(next(self._pools()), first=True)[0]
+        return self._parted(next(self._pools(), []), first=True)[0]
 
     def first(self) -> list[Example]:
         """`held_out` examples, or all if they are fewer."""
@@ -83,8 +83,8 @@ class Sequences:
                 step += len(planned)
             if not found:
                 raise ValueError(
-                    f"batch_size={batch_size}: {self.data.dataset!r} gives fewer sequences, {self.held_out} of them "
-                    "held out for evaluation."
+                    f"batch_size={batch_size}: {self.data.dataset!r} gives fewer sequences of {self.length} tokens "
+                    f"beside those held out for evaluation, at most eval_sequences={self.held_out} and half of all."
                 )
 
     def _parted(self, examples: list[Example], *, first: bool) -> tuple[list[Example], list[Example]]:
@@ -103,11 +103,11 @@ class Sequences:
 
     def _pools(self) -> Iterator[list[Example]]:
         """All examples at once, or of a stream as many at a time as `pool` says."""
-        if not self.data.streaming:
+        if not self.data.resolved().streaming:
             yield self._all_examples
             return
         examples: list[Example] = []
-        for example in self._cut(self._stream()):
+        for example in self._cut((d.text, d.label) for d in stream_documents(self.data)):
             examples.append(example)
             if len(examples) == self.pool:
                 yield examples
@@ -119,31 +119,13 @@ class Sequences:
     def _all_examples(self) -> list[Example]:
         return list(self._cut((d.text, d.label) for d in load_documents(self.data)))
 
-    def _stream(self) -> Iterator[tuple[str, str | None]]:
-        config = self.data.resolved()
-        rows = load_rows(config)
-        names = getattr((rows.features or {}).get(config.label_column), "names", None)
-        taken = 0
-        for row in rows:
-            text = row[config.text_column]
-            if not isinstance(text, str) or not text.strip():
-                continue
-            label = None
-            if config.label_column is not None:
-                value = row[config.label_column]
-                label = names[value] if names is not None and isinstance(value, int) else str(value)
-            yield text, label
-            taken += 1
-            if taken == config.max_documents:
-                return
-
     def _cut(self, documents: Iterator[tuple[str, str | None]]) -> Iterator[Example]:
         """Pieces of documents that fill a sequence, cut at white space; the rest of a document stays shorter."""
         if self.whole:
             yield from itertools.starmap(Example, documents)
             return
         first = list(itertools.islice(documents, _SAMPLED))
-        size = int(self.length * _characters_per_token(self.tokenizer, [text for text, _ in first]))
+        size = max(int(self.length * _characters_per_token(self.tokenizer, [text for text, _ in first])), 1)
         for text, label in itertools.chain(first, documents):
             begin = 0
             while begin < len(text):
@@ -188,6 +170,9 @@ def tokenize(
     Raises:
         ValueError: a label has no id.
     """
+    # tokenizers refuse an empty list
+    if not examples:
+        return []
     texts = [example.text for example in examples]
     rows: list[dict[str, Any]] = [
         {"input_ids": ids} for ids in tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]

@@ -22,7 +22,8 @@ class AdaptOptions:
     base: str | None = field(
         default=None,
         metadata={
-            "help": "Softmax model that was converted. Default: what is to be adapted, until it has been trained."
+            "help": "Softmax model that was converted. Default: the weights of the model itself; needed where these "
+            "have been trained since they were converted."
         },
     )
     eval_dataset: str | None = field(
@@ -46,10 +47,14 @@ def run(given: dict[str, Any]) -> None:
     """Train, and tell for how long."""
     options, data = taken(given, AdaptOptions), taken(given, DataConfig)
     eval_data = None
+    if options.eval_split is not None and options.eval_dataset is None:
+        raise ValueError(f"--eval-split {options.eval_split!r} needs an --eval-dataset.")
     if options.eval_dataset is not None:
         eval_data = dataclasses.replace(data, dataset=options.eval_dataset, split=options.eval_split)
     config = taken(given, AdaptConfig)
     model = adapt(given["model"], options.output, config, data=data, eval_data=eval_data, base=options.base)
     if PartialState().is_main_process:
         record = model.config.linattn_training
-        print(f"{given['model']} -> {options.output} ({record['steps']} steps, {record['tokens']:,} tokens)")
+        processes = PartialState().num_processes
+        told = f"{record['steps']} steps, {record['tokens']:,} tokens, {processes} process{'es' * (processes > 1)}"
+        print(f"{given['model']} -> {options.output} ({told})")

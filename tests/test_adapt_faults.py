@@ -1,0 +1,263 @@
+"""What adaptation survives, and what it refuses before work is lost."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import AutoModel, AutoTokenizer
+
+from hf_linattn import LinformerConfig, PerformerConfig, convert_checkpoint
+from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
+from hf_linattn.adapt.loop import DIVERGED
+from hf_linattn.adapt.sequences import Sequences
+from hf_linattn.documents import DataConfig
+
+from .test_adapt import SHORT, converted_folder, lines, losses, write_documents
+from .test_adapt_resume import SETTINGS, Killed, same_weights
+
+DISTIL = {**SHORT, "transfer_steps": 0, "distil_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted_folder(tmp_path_factory.mktemp("learned"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return write_documents(tmp_path_factory.mktemp("data") / "documents.jsonl")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(dataset=str(path))
+
+
+# -- gradient checkpointing ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "opt"])
+def test_gradient_checkpointing_changes_nothing(family: str, tmp_path: Path, data: DataConfig) -> None:
+    """Not in the transfer either; not after an evaluation; and no dropout comes with its training mode."""
+    auto = "AutoModelForCausalLM" if family == "opt" else "AutoModel"
+    start = converted_folder(tmp_path, PerformerConfig(num_features=16, feature_map="learned"), family, auto)
+    settings = json.loads((start / "config.json").read_text())
+    settings |= {key: 0.5 for key in settings if key.endswith(("dropout", "dropout_prob", "layerdrop"))}
+    (start / "config.json").write_text(json.dumps(settings))
+    for name, on in (("with", True), ("without", False)):
+        adapt(start, tmp_path / name, AdaptConfig(**SHORT, gradient_checkpointing=on), data=data)
+    found, expected = losses(tmp_path / "with"), losses(tmp_path / "without")
+    assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], rel=1e-5)
+
+
+def test_gradient_checkpointing_goes_on_after_an_evaluation(
+    folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+    forward = nn.Module.__call__
+
+    def watch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(module).__name__ == "Distil" and torch.is_grad_enabled():
+            modes.append(module.student.training)  # type: ignore[union-attr]
+        return forward(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", watch)
+    adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL, gradient_checkpointing=True), data=data)
+    assert modes == [True] * 6
+
+
+# -- the same on every start, and after every end -------------------------------------------------------
+
+
+def test_adapters_are_drawn_from_the_seed(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
+        adapt(folder, tmp_path / name, AdaptConfig(**DISTIL, lora_rank=2, seed=seed), data=data)
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+    assert not same_weights(tmp_path / "one", tmp_path / "other")
+
+
+def test_what_diverged_does_not_replace_the_last_checkpoint(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    good = AdaptConfig(**DISTIL)
+    adapt(folder, tmp_path / "unbroken", good, data=data)
+    output, bad = tmp_path / "out", dataclasses.replace(good, learning_rate=1e30, checkpoint_steps=4, eval_steps=100)
+    with pytest.raises(FloatingPointError, match="training/diverged"):
+        adapt(folder, output, bad, data=data)
+    assert (output / "training" / DIVERGED / "state.json").is_file()
+    assert checkpoints.find(output / "training" / "checkpoint") is None
+    adapt(folder, output, good, data=data)
+    assert same_weights(output, tmp_path / "unbroken")
+
+
+def test_killed_after_an_evaluation_that_no_checkpoint_knows(
+    folder: Path, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = AdaptConfig(**{**SETTINGS, "transfer_steps": 0, "eval_steps": 1, "checkpoint_steps": 4})
+    adapt(folder, tmp_path / "unbroken", settings, data=data)
+    original = checkpoints.write
+
+    def write(target: Path, weights: Any, moments: Any, state: dict[str, Any]) -> None:
+        original(target, weights, moments, state)
+        if target.name == "best" and state["step"] > 4:
+            raise Killed
+
+    output = tmp_path / "out"
+    monkeypatch.setattr(checkpoints, "write", write)
+    with pytest.raises(Killed):
+        adapt(folder, output, settings, data=data)
+    monkeypatch.undo()
+    # no evaluation comes before the last step, so that the best of before cannot be found again
+    adapt(folder, output, dataclasses.replace(settings, eval_steps=100), data=data)
+    adapt(folder, tmp_path / "again", settings, data=data)
+    assert same_weights(tmp_path / "again", tmp_path / "unbroken")
+
+
+def test_a_stage_that_makes_it_worse_is_left_as_it_began(
+    folder: Path, tmp_path: Path, data: DataConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = AdaptConfig(**{**DISTIL, "distil_steps": 3}, learning_rate=1.0, query_key_lr=1.0)
+    model = adapt(folder, tmp_path / "out", settings, data=data)
+    assert model.config.linattn_training["stages"][0]["chosen_step"] == 0
+    assert same_weights(tmp_path / "out", folder)
+    evaluated = [row for row in lines(tmp_path / "out") if "eval/loss" in row]
+    assert [row["step"] for row in evaluated] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_checkpoints_are_trained_in_float32(
+    dtype: torch.dtype, folder: Path, tmp_path: Path, data: DataConfig
+) -> None:
+    start = AutoModel.from_pretrained(folder).to(dtype)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    settings = AdaptConfig(**DISTIL, keep_best=False)
+    ours = adapt(start, tmp_path / "out", settings, data=data, tokenizer=tokenizer)
+    expected = adapt(start.float(), tmp_path / "float32", settings, data=data, tokenizer=tokenizer)
+    assert ours.dtype == dtype
+    found = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in expected.state_dict().items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(found[name], tensor.to(found[name].dtype), rtol=0, atol=0)
+
+
+# -- other data, or another model, than the run began with ----------------------------------------------
+
+
+def test_a_run_goes_on_with_what_it_began_with(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    output, settings = tmp_path / "out", AdaptConfig(**DISTIL)
+    adapt(folder, output, settings, data=data, eval_data=data)
+    (output / "config.json").unlink()
+    with pytest.raises(FileExistsError, match="holds a run with dataset="):
+        adapt(folder, output, settings, data=data)
+    other = tmp_path / "other" / "converted"
+    convert_checkpoint(folder.parent / "base", other, LinformerConfig(projection_length=8))
+    with pytest.raises(FileExistsError, match="holds a run with linattn="):
+        adapt(other, output, settings, data=data, eval_data=data)
+
+
+# -- data -----------------------------------------------------------------------------------------------
+
+
+def test_streams_are_read_as_other_data_are(tmp_path: Path, folder: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    words = [f"w{i}" for i in range(60)]
+    rows = [{"text": [" ".join(words[i:]), "end"], "kind": ["a", "b", "c"][i % 3]} for i in range(12)]
+    write_rows(path, [*rows, {"text": "", "kind": "a"}])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pools = []
+    for streaming in (False, True):
+        config = DataConfig(dataset=str(path), label_column="kind", label_value="a", streaming=streaming)
+        sequences = Sequences(data=config, tokenizer=tokenizer, length=32, whole=True)
+        pools.append(next(iter(sequences._pools())))
+    assert pools[0] == pools[1]
+    assert {example.label for example in pools[1]} == {"yes", "no"}
+    with pytest.raises(ValueError, match="max_per_class=1 needs all documents"):
+        next(Sequences(data=dataclasses.replace(config, max_per_class=1), tokenizer=tokenizer, length=32)._pools())
+    # a ClassLabel of -1 is none
+    features = Features({"text": Value("string"), "kind": ClassLabel(names=["a", "b"])})
+    Dataset.from_dict({"text": ["w1 w2"] * 4, "kind": [0, 1, -1, 0]}, features=features).to_parquet(
+        tmp_path / "x.parquet"
+    )
+    config = DataConfig(dataset=str(tmp_path / "x.parquet"), label_column="kind", streaming=True)
+    with pytest.raises(ValueError, match="row 2 has no class"):
+        list(Sequences(data=config, tokenizer=tokenizer, length=32, whole=True)._pools())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_without_rows(streaming: bool, tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    config = DataConfig(dataset=str(tmp_path / "empty.jsonl"), streaming=streaming)
+    with pytest.raises(ValueError, match=r"empty\.jsonl"):
+        adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=config)
+
+
+def test_batches_in_which_nothing_has_a_label(tmp_path: Path, folder: Path) -> None:
+    unknown = write_rows(tmp_path / "unknown.jsonl", [{"text": "zzz yyy xxx " * 9}] * 12)
+    settings = {**SHORT, "transfer_steps": 0, "distil_steps": 0, "eval_sequences": 2, "batch_size": 1}
+    model = adapt(folder, tmp_path / "out", AdaptConfig(**settings, task="masked-lm", task_steps=2), data=unknown)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert all(math.isfinite(row[2]) for row in losses(tmp_path / "out"))
+
+
+def test_one_text_is_trained_on_and_nothing_held_out(tmp_path: Path, folder: Path) -> None:
+    one = write_rows(tmp_path / "one.jsonl", [{"text": " ".join(f"w{i}" for i in range(20))}])
+    adapt(folder, tmp_path / "out", AdaptConfig(**{**DISTIL, "batch_size": 1}), data=one)
+    assert not any("eval/loss" in row for row in lines(tmp_path / "out"))
+
+
+def test_classes_that_the_head_does_not_have(tmp_path: Path, folder: Path, data: DataConfig) -> None:
+    labelled = dataclasses.replace(data, label_column="kind")
+    other = write_rows(tmp_path / "other.jsonl", [{"text": "w1 w2 w3", "kind": "mid"}] * 4)
+    settings = AdaptConfig(**SHORT, task="sequence-classification", task_steps=2)
+    with pytest.raises(ValueError, match=r"label_column='kind' of '.*other\.jsonl': 'mid' is no class of the model"):
+        adapt(
+            folder, tmp_path / "out", settings, data=labelled, eval_data=dataclasses.replace(other, label_column="kind")
+        )
+    with pytest.raises(ValueError, match="eval_data needs a label_column"):
+        adapt(folder, tmp_path / "out", settings, data=labelled, eval_data=other)
+    assert not (tmp_path / "out").exists()
+
+
+# -- models and settings --------------------------------------------------------------------------------
+
+
+def test_models_that_do_not_fit(tmp_path: Path, folder: Path, data: DataConfig) -> None:
+    model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["query"]), model)
+    with pytest.raises(ValueError, match="merge them before"):
+        adapt(model, tmp_path / "out", AdaptConfig(**DISTIL), data=data, tokenizer=tokenizer)
+    tokenizer.add_tokens(["new"])
+    with pytest.raises(ValueError, match=r"it has 101 tokens, and the model's vocab_size=100"):
+        adapt(folder, tmp_path / "new", AdaptConfig(**DISTIL), data=data, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="eval_sequences=0 with eval_data"):
+        adapt(folder, tmp_path / "x", AdaptConfig(**{**DISTIL, "eval_sequences": 0}), data=data, eval_data=data)
+
+
+def test_the_tokenizer_that_was_given_is_saved(tmp_path: Path, folder: Path, data: DataConfig) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 77
+    adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data, tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 77
+    assert not list((tmp_path / "out").glob(".unfinished-*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, r"temperature=0.0 must be a finite number above 0"),
+        ({"learning_rate": math.inf}, "learning_rate=inf must be a finite number"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
+        ({"adam_beta2": 1.0}, "adam_beta2=1.0 must be below 1"),
+        ({"lora_rank": 2, "lora_dropout": 1.0}, "lora_dropout=1.0 must be below 1"),
+        ({"lora_rank": 2, "lora_targets": []}, r"lora_targets=\[\] must be a list"),
+        ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets='query' must be a list"),
+    ],
+)
+def test_settings_that_would_teach_nothing(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptConfig(**settings)
