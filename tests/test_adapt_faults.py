@@ -261,3 +261,55 @@ def test_the_tokenizer_that_was_given_is_saved(tmp_path: Path, folder: Path, dat
 def test_settings_that_would_teach_nothing(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdaptConfig(**settings)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_checkpoints(
+    file: str, damage: str, tmp_path: Path, folder: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoints.write
+
+    def write(target: Path, *arguments: Any) -> None:
+        original(target, *arguments)
+        if target.name == "checkpoint":
+            raise Killed
+
+    output, settings = tmp_path / "out", AdaptConfig(**DISTIL)
+    monkeypatch.setattr(checkpoints, "write", write)
+    with pytest.raises(Killed):
+        adapt(folder, output, settings, data=data)
+    monkeypatch.undo()
+    path = output / "training" / "checkpoint" / file
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    if file == "state.json" and damage == "gone":
+        # a checkpoint without it is none: the run begins again
+        adapt(folder, output, settings, data=data)
+        return
+    with pytest.raises(ValueError, match=r"training/checkpoint' is damaged .* Remove it to train from the start"):
+        adapt(folder, output, settings, data=data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": None}, "architectures=None must name one of 'LinAttn"),
+        ({"architectures": ["Other"]}, r"architectures=\['Other'\] must name one of 'LinAttn"),
+        ({"linattn": {"max_length": None}}, "linattn.max_length is missing"),
+    ],
+)
+def test_damaged_configs(change: dict[str, Any], message: str, tmp_path: Path, folder: Path, data: DataConfig) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in change.items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        if file.is_file():
+            (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        adapt(broken, tmp_path / "out", AdaptConfig(**DISTIL), data=data)

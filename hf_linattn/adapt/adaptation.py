@@ -237,20 +237,24 @@ class _Run:
 
         found = checkpoints.find(self.training / "checkpoint")
         state: dict[str, Any] = {"stage": 0, "progress": {}, "history": []}
+        tensors = optimizer = None
         if found is not None:
-            state = checkpoints.read_state(found)
+            with checkpoints.readable(found):
+                state = checkpoints.read_state(found)
+                tensors = checkpoints.read_model(found)
+                if Progress(**state["progress"]).step:
+                    optimizer = checkpoints.read_optimizer(found)
+                self.history = state["history"]
             logger.info(f"Continuing stage {state['stage']} at step {state['progress'].get('step', 0)}.")
-        self.history = state["history"]
         names = [name for name, _ in stages]
         if self.accelerator.is_main_process:
             done = [*names, "end"][: state["stage"] + 1]
             # the first evaluation of a stage has step 0, and is made again with it
             self.metrics.take_back(done, state["progress"].get("step", 0) or -1)
-        tensors = None if found is None else checkpoints.read_model(found)
         for index in range(state["stage"], len(stages)):
             progress = Progress(**(state["progress"] if index == state["stage"] else {}))
-            optimizer = checkpoints.read_optimizer(found) if found is not None and index == state["stage"] else None
             tensors = self._stage(index, *stages[index], tensors, progress, optimizer)
+            optimizer = None
         model = self._finished(tensors)
         if self.config.tracker:
             self.accelerator.end_training()
@@ -535,6 +539,14 @@ def _config_of(model: str | Path | LinAttnPreTrainedModel) -> Any:
     config = AutoConfig.from_pretrained(str(model))
     if not config.model_type.startswith(MODEL_TYPE_PREFIX):
         raise ValueError(f"model={str(model)!r} has model_type={config.model_type!r}: convert it first.")
+    # says itself what is wrong with the settings
+    _ = config.attention
+    family, name = config.base_model_type, (config.architectures or [""])[0]
+    if name.removeprefix("LinAttn") not in HEAD_CLASSES[family]:
+        known = ", ".join(repr(f"LinAttn{head}") for head in HEAD_CLASSES[family])
+        raise ValueError(f"model={str(model)!r}: architectures={config.architectures!r} must name one of {known}.")
+    if not isinstance(config.linattn.get("max_length"), int):
+        raise ValueError(f"model={str(model)!r}: linattn.max_length is missing from its config.json.")
     return config
 
 

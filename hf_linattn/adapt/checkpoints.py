@@ -11,10 +11,13 @@ be read by any number of processes.
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -129,6 +132,22 @@ def find(folder: Path) -> Path | None:
     return None
 
 
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Around reading a checkpoint: what is wrong with its files becomes one error that says what to do.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(
+            f"The checkpoint {str(folder)!r} is damaged ({type(error).__name__}: {error}). Remove it to train from "
+            "the start."
+        ) from error
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """Where the run stood."""
     return json.loads((folder / _STATE).read_text())
@@ -139,6 +158,6 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / _MODEL)
 
 
-def read_optimizer(folder: Path) -> dict[str, Tensor] | None:
-    """The optimizer's tensors; None at the start of a stage, which has a new optimizer."""
-    return load_file(folder / _OPTIMIZER) if (folder / _OPTIMIZER).is_file() else None
+def read_optimizer(folder: Path) -> dict[str, Tensor]:
+    """The optimizer's tensors, of a checkpoint within a stage; at its start there is a new optimizer."""
+    return load_file(folder / _OPTIMIZER)
