@@ -115,6 +115,7 @@ def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel
         "seed": seed,
         "calibrated": texts is not None,
         "precision": options.mixed_precision,
+        "machine": machine(),
         "training": model.config.linattn_training["stages"],
         "cpu_seconds": cpu_seconds,
         "conversion_cpu_seconds": measuring - begun,
@@ -150,6 +151,16 @@ def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
     return rows
 
 
+def where(records: list[dict[str, Any]]) -> str:
+    """Which seeds were trained on which machine, and in which precision."""
+    seeds: dict[str, set[int]] = {}
+    for record in records:
+        precision = {"no": "float32", "bf16": "bfloat16 with float32 weights"}[record["precision"]]
+        seeds.setdefault(f"{machine_text(record['machine'])}, in {precision}", set()).add(record["seed"])
+    told = [f"On {place}: seeds {', '.join(map(str, sorted(which)))}." for place, which in seeds.items()]
+    return " ".join(told)
+
+
 def markdown(report: dict[str, Any]) -> str:
     """The table, and what it is of."""
     names = list(report["documents"])
@@ -175,7 +186,7 @@ def markdown(report: dict[str, Any]) -> str:
     told = (
         f"all-MiniLM-L6-v2, converted with max_length={MAX_LENGTH}; mean cosine of the pooled embedding to the "
         f"original's, first {LENGTH} tokens, on {measured}; 95% intervals over documents and seeds. Trained on "
-        f"{report['train']}. On {machine_text(report['machine'])}."
+        f"{report['train']}. {where(report['runs'])}"
     )
     return f"{told}\n\n{table(head, lines)}\n"
 
@@ -234,7 +245,6 @@ def main() -> None:
         "model": "all-MiniLM-L6-v2",
         "train": Path(options.train).name,
         "documents": {name: len(documents) for name, documents in sets.items()},
-        "machine": machine(),
         "rows": rows_of(records, list(sets)),
         "runs": records,
     }

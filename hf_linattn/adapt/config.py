@@ -149,8 +149,8 @@ class AdaptConfig:
                 if f.name in _BELOW_ONE and value == 1:
                     raise ValueError(f"{f.name}={value!r} must be below 1.")
                 if not number or value < 0 or (f.name in _ABOVE_ZERO and value == 0):
-                    least = "above 0" if f.name in _ABOVE_ZERO else "of at least 0"
-                    raise ValueError(f"{f.name}={value!r} must be a finite number {least}.")
+                    allowed = "above 0" if f.name in _ABOVE_ZERO else "of at least 0"
+                    raise ValueError(f"{f.name}={value!r} must be a finite number {allowed}.")
             elif kind == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{f.name}={value!r} must be True or False.")
             if "choices" in f.metadata and value not in f.metadata["choices"]:
