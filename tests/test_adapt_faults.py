@@ -93,6 +93,7 @@ def test_what_diverged_does_not_replace_the_last_checkpoint(folder: Path, tmp_pa
     assert checkpoints.find(output / "training" / "checkpoint") is None
     adapt(folder, output, good, data=data)
     assert same_weights(output, tmp_path / "unbroken")
+    assert not (output / "training" / DIVERGED).exists()
 
 
 def test_killed_after_an_evaluation_that_no_checkpoint_knows(

@@ -457,7 +457,7 @@ class _Run:
         student.config.linattn_training = self._record()
         if self.accelerator.is_main_process:
             self._write(student)
-            for name in ("checkpoint", "best"):
+            for name in ("checkpoint", "best", DIVERGED):
                 shutil.rmtree(self.training / name, ignore_errors=True)
         return student.requires_grad_(True).eval()
 
