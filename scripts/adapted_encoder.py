@@ -152,13 +152,13 @@ def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
 
 
 def where(records: list[dict[str, Any]]) -> str:
-    """Which seeds were trained on which machine, and in which precision."""
-    seeds: dict[str, set[int]] = {}
+    """Which runs were trained on which machine, and in which precision."""
+    runs: dict[str, list[str]] = {}
     for record in records:
         precision = {"no": "float32", "bf16": "bfloat16 with float32 weights"}[record["precision"]]
-        seeds.setdefault(f"{machine_text(record['machine'])}, in {precision}", set()).add(record["seed"])
-    told = [f"On {place}: seeds {', '.join(map(str, sorted(which)))}." for place, which in seeds.items()]
-    return " ".join(told)
+        place = f"{machine_text(record['machine'])}, in {precision}"
+        runs.setdefault(place, []).append(f"{record['form']} seed {record['seed']}")
+    return " ".join(f"On {place}: {', '.join(which)}." for place, which in runs.items())
 
 
 def markdown(report: dict[str, Any]) -> str:
