@@ -23,7 +23,6 @@ from minilm import minilm_folder
 from sklearn.model_selection import StratifiedKFold
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedModel,
     Trainer,
@@ -38,11 +37,12 @@ sys.path.remove(str(Path(__file__).resolve().parent))
 import hf_linattn  # noqa: F401  # converted checkpoints load with the auto classes
 from hf_linattn.convert import extend_positions
 from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.evaluate.columns import EXTENDED, TRUNCATED, load_tokenizer
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
+from hf_linattn.evaluate.plots import slug
 from hf_linattn.report_parts import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
 
-TRUNCATED, EXTENDED = "softmax truncated", "softmax extended"
 #: Parts of the documents, of which each run is tested on one.
 FOLDS = 5
 
@@ -62,8 +62,8 @@ def run(column: str, folder: str, seed: int, rows: list[dict[str, Any]], options
     length = 512 if column == TRUNCATED else options.length
     # the last token closes the document
     rows = [row | {"input_ids": row["input_ids"][: length - 1] + row["input_ids"][-1:]} for row in rows]
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    work = options.work / "trainer" / f"{name_of(column)}-{seed}"
+    tokenizer = load_tokenizer(str(minilm_folder()))
+    work = options.work / "trainer" / f"{slug(column)}-{seed}"
     arguments = TrainingArguments(
         output_dir=str(work),
         num_train_epochs=options.epochs,
@@ -90,26 +90,21 @@ def run(column: str, folder: str, seed: int, rows: list[dict[str, Any]], options
     )
     begun = time.process_time()
     trainer.train()
+    cpu_seconds = time.process_time() - begun
+    logits: Any = trainer.predict([rows[i] for i in test]).predictions  # type: ignore[arg-type]
     record = {
         "column": column,
         "seed": seed,
         "test": test.tolist(),
-        "prediction": [],
+        "prediction": np.argmax(logits, axis=-1).tolist(),
         "label": [labels[i] for i in test],
         "training_tokens": int(sum(len(rows[i]["input_ids"]) for i in train) * options.epochs),
         "steps": trainer.state.global_step,
         "last_loss": trainer.state.log_history[-1]["train_loss"],
-        "cpu_seconds": time.process_time() - begun,
+        "cpu_seconds": cpu_seconds,
     }
-    logits: Any = trainer.predict([rows[i] for i in test]).predictions  # type: ignore[arg-type]
-    record["prediction"] = np.argmax(logits, axis=-1).tolist()
-    write_whole(options.work / f"{name_of(column)}-{seed}.json", json.dumps(record) + "\n")
+    write_whole(options.work / f"{slug(column)}-{seed}.json", json.dumps(record) + "\n")
     shutil.rmtree(work, ignore_errors=True)
-
-
-def name_of(column: str) -> str:
-    """The name of a column in the names of files."""
-    return "".join(c if c.isalnum() else "-" for c in column.lower())
 
 
 def make_report(records: list[dict[str, Any]], columns: list[str], settings: dict[str, Any]) -> dict[str, Any]:
@@ -223,14 +218,13 @@ def main() -> None:
         parser.error(f"--columns={sorted(unknown)} must be among {', '.join(map(repr, folders))}.")
 
     documents = load_documents(DataConfig(dataset=options.dataset, text_column="text", label_column="label")).documents
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    tokenizer.model_max_length = int(1e9)
+    tokenizer = load_tokenizer(str(minilm_folder()))
     names = sorted({str(document.label) for document in documents})
     ids = tokenizer([document.text for document in documents])["input_ids"]
     rows = [{"input_ids": x, "labels": names.index(str(d.label))} for x, d in zip(ids, documents, strict=True)]
     for seed in options.seeds:
         for column in options.columns or folders:
-            if not (options.work / f"{name_of(column)}-{seed}.json").exists():
+            if not (options.work / f"{slug(column)}-{seed}.json").exists():
                 run(column, folders[column].replace("{seed}", str(seed)), seed, rows, options)
     records = [json.loads(path.read_text()) for path in sorted(options.work.glob("*.json"))]
     settings = {

@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +186,12 @@ class _Run:
             raise ValueError("eval_data needs a label_column for task='sequence-classification'.")
         head = MODEL_CLASSES[HEADS[self.config.task]].get(self.start.base_model_type)
         has_head = head is not None and head.__name__ in (self.start.architectures or ())
-        known = set(self.start.label2id if has_head else self._labels())
-        for data in (self.data, self.eval_data):
-            if data is None or data.resolved().streaming or not known:
-                continue
-            if odd := sorted({str(document.label) for document in load_documents(data)} - known):
+        known = set(self.start.label2id if has_head else self._labels)
+        if not known:
+            return
+        evaluated = [] if self.eval_data is None else _labels_of(self.eval_data)
+        for data, labels in ((self.data, self._labels), (self.eval_data, evaluated)):
+            if data is not None and (odd := sorted(set(labels) - known)):
                 raise ValueError(
                     f"label_column={data.resolved().label_column!r} of {data.dataset!r}: {', '.join(map(repr, odd))} "
                     f"is no class of the model, which has {', '.join(map(repr, sorted(known)))}."
@@ -358,7 +360,7 @@ class _Run:
         if isinstance(self.model, LinAttnPreTrainedModel):
             student = copy.deepcopy(self.model).cpu()
         else:
-            labels = self._labels() if self.config.task == "sequence-classification" else None
+            labels = self._labels if self.config.task == "sequence-classification" else None
             student = _load(self.model, self.config.task, labels)
         wanted = HEADS.get(self.config.task or "")
         if wanted and type(student) is not MODEL_CLASSES[wanted].get(student.config.base_model_type):
@@ -431,10 +433,9 @@ class _Run:
         chance = random.Random(f"{config.seed} labels {step}")
         return add_labels(rows, config.task, self.tokenizer, config.mask_probability, chance)
 
+    @cached_property
     def _labels(self) -> list[str]:
-        if self.data.resolved().streaming:
-            return []
-        return sorted({str(document.label) for document in load_documents(self.data)})
+        return _labels_of(self.data)
 
     # -- the result -------------------------------------------------------------------------------------
 
@@ -498,6 +499,13 @@ class _Run:
                 os.replace(entry, target)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _labels_of(data: DataConfig) -> list[str]:
+    """The classes of the documents; of a stream, which shows them when it is read, none."""
+    if data.resolved().streaming:
+        return []
+    return sorted({str(document.label) for document in load_documents(data)})
 
 
 def _accelerator(config: AdaptConfig, folder: Path) -> Accelerator:
