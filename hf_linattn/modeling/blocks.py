@@ -95,60 +95,11 @@ def far_maxima(per_block: Tensor) -> Tensor:
     return torch.stack([torch.maximum(*pair) for pair in pairs], dim=-3)
 
 
-class FarSums:
-    """sum over far tokens j of weights[:, j] x[j] for each block of queries, a run of blocks at a time.
-
-    Memory is that of one run: what lies before it is carried from run to run, what lies after it is added up
-    ahead. Nothing is subtracted (`FarDifferences`): that would leave only rounding where the near blocks hold almost
-    everything.
-
-    Args:
-        weights: (batch or 1, heads or 1, rows, length).
-        x: (batch, length, heads, dim), of any dtype; sums are float32.
-        window: tokens of a block.
-        runs: (begin, end) of the blocks of each run; they follow each other.
-    """
-
-    def __init__(self, weights: Tensor, x: Tensor, window: int, runs: list[tuple[int, int]]) -> None:
-        self.weights, self.x, self.window, self.runs = weights, x, window, runs
-        blocks = runs[-1][1]
-        # sums over the blocks from end + 1 on, for each run
-        self.after = [self.start()]
-        for begin, end in reversed(runs[1:]):
-            tokens = slice((begin + 1) * window, min(end + 1, blocks) * window)
-            part = _products(weights[..., tokens].unsqueeze(3), x[:, tokens].unsqueeze(1))
-            self.after.append(self.after[-1] + part[:, 0])
-        self.after.reverse()
-
-    def start(self) -> Tensor:
-        """The sum over no tokens, (batch, rows, heads, dim): `before` of the first run."""
-        batch, _, heads, dim = self.x.shape
-        return torch.zeros(batch, self.weights.shape[2], heads, dim, device=self.x.device)
-
-    def run(self, index: int, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums for each block of a run, and `before` for the next.
-
-        Args:
-            before: the sum over all blocks before begin - 1.
-
-        Returns:
-            (batch, end - begin, rows, heads, dim) and (batch, rows, heads, dim).
-        """
-        begin, end = self.runs[index]
-        products = _block_products(self.weights, self.x, self.window, begin, end)
-        count = end - begin
-        if before.device.type == "cpu" and not torch.is_grad_enabled():
-            return _sums_around(before, products, self.after[index])
-        earlier = _running(before, products[:, :count])
-        later = _running(self.after[index], products[:, 3:].flip(1)).flip(1)
-        return earlier[:, :-1] + later, earlier[:, -1]
-
-
 class FarDifferences:
-    """The same sums as those of all tokens minus those of near ones: less work, and no state between the runs.
+    """sum over far tokens j of weights[:, j] x[j] for each block of queries: those of all tokens minus the near ones.
 
     What rounding leaves is of the size of the sum over all tokens. That does no harm where the sums are used as they
-    are, and would where they are divided by how much is far.
+    are, and would where they are divided by how much is far (`feature_sums.FarSums`).
 
     Args:
         weights: (batch or 1, heads or 1, rows, length).
@@ -168,7 +119,7 @@ class FarDifferences:
 
 
 def _block_products(weights: Tensor, x: Tensor, window: int, begin: int, end: int) -> Tensor:
-    """Sums over each of the blocks begin - 1 .. end, zeros where there is none; shapes as in `FarSums`."""
+    """Sums over each of the blocks begin - 1 .. end, zeros where there is none; shapes as in `FarDifferences`."""
     low, high = (begin - 1) * window, (end + 1) * window
     return _products(
         between(weights, low, high, dim=-1).unflatten(-1, (-1, window)),
@@ -188,27 +139,6 @@ def _products(weights: Tensor, x: Tensor) -> Tensor:
         return products.unflatten(3, x.shape[3:])
     # (batch, blocks, heads, rows, window) @ (batch, blocks, heads, window, dim), then rows before heads
     return (weights.permute(0, 3, 1, 2, 4) @ x.transpose(2, 3)).transpose(2, 3)
-
-
-def _sums_around(before: Tensor, products: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """What `FarSums.run` returns, one addition after the other, each in place: the least that passes memory."""
-    sums = torch.empty_like(products[:, 2:])
-    before, after = before.clone(), after.clone()
-    for found, product in zip(sums.unbind(1), products.unbind(1), strict=False):
-        found.copy_(before)
-        before += product
-    for found, product in zip(reversed(sums.unbind(1)), reversed(products.unbind(1)), strict=False):
-        found += after
-        after += product
-    return sums, before
-
-
-def _running(first: Tensor, steps: Tensor) -> Tensor:
-    """first, first + steps[:, 0], first + steps[:, 0] + steps[:, 1], ...: (batch, 1 + steps, ...)."""
-    if first.device.type != "cpu":
-        return torch.cat((first.unsqueeze(1), steps), dim=1).cumsum(1)
-    # one addition after the other: several times faster on a CPU
-    return torch.stack(list(accumulate(steps.unbind(1), initial=first)), dim=1)
 
 
 def between(x: Tensor, begin: int, end: int, dim: int) -> Tensor:

@@ -6,13 +6,15 @@ sums and given back to the queries, it cancels exactly. Nothing can overflow, an
 that counts as one, so that no query finds all of them underflown.
 """
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import to_blocks
 from .feature_maps import FeatureMap, Features
-from .joined_softmax import NEVER, Partial, finite, shifted_exp2
+from .joined_softmax import NEVER, Partial, finite, masked, shifted_exp2
 
 # Least share of the largest possible mass that a map with negative features is taken to have: such an
 # estimate can come out as zero or below, and this bounds the output by 100 times the largest value.
@@ -62,10 +64,10 @@ def expand_to_one(features: Features, scale: Tensor) -> tuple[Tensor, Tensor]:
 def sum_up(features: Features, value_and_one: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """S and z of the keys where `held` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1).
 
-    With None all are, and the features may be written over.
+    With None all are. The features may be written over.
     """
     if held is not None:
-        features = Features(features.log2_phi.masked_fill(~held, NEVER), features.factor)
+        features = Features(masked(features.log2_phi, ~held), features.factor)
     phi, shift = expand_to_most(features)
     return phi.transpose(-1, -2) @ value_and_one, shift
 
@@ -89,6 +91,69 @@ def add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[
     """Two sums, each on its scale, as one."""
     new_shift = torch.maximum(shift, more_shift)
     return rescale(sums, shift, new_shift) + rescale(more, more_shift, new_shift), new_shift
+
+
+class FarSums:
+    """S and z of all keys that are far from a block of queries, for a run of blocks at a time.
+
+    What lies before a run is carried from run to run, what lies after it is added up ahead. Nothing is subtracted from
+    the sum over all keys: that would leave only rounding where the near blocks hold almost everything.
+
+    Args:
+        parts: for each run what `sum_up` returns of each of its blocks: (batch, heads, blocks, M, value_dim + 1) and
+            (batch, heads, blocks, 1, M or 1). The sums may be written over.
+
+    Attributes:
+        shift: of all sums, (batch, heads, 1, 1, M or 1).
+    """
+
+    def __init__(self, parts: list[tuple[Tensor, Tensor]]) -> None:
+        self.shift = torch.cat([shift for _, shift in parts], dim=2).amax(2, keepdim=True)
+        scales = [(shift - finite(self.shift)).exp2().transpose(-1, -2) for _, shift in parts]
+        multiply = torch.mul if torch.is_grad_enabled() else Tensor.mul_
+        self.sums = [multiply(sums, scale) for (sums, _), scale in zip(parts, scales, strict=True)]
+        # sums over the blocks from `end + 1` on, for each run, the last one first
+        self.after = [self.start()]
+        for index in range(len(self.sums) - 1, 0, -1):
+            after = self.after[-1] + self.sums[index][:, :, 1:].sum(2)
+            if index + 1 < len(self.sums):
+                after = after + self.sums[index + 1][:, :, 0]
+            self.after.append(after)
+        self.after.reverse()
+
+    def start(self) -> Tensor:
+        """The sum over no keys, (batch, heads, M, value_dim + 1): `before` of the first run."""
+        return torch.zeros_like(self.sums[0][:, :, 0])
+
+    def run(self, index: int, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums for each block of a run, and `before` for the next.
+
+        Args:
+            before: the sum over all blocks before begin - 1.
+
+        Returns:
+            (batch, heads, end - begin, M, value_dim + 1) and (batch, heads, M, value_dim + 1).
+        """
+        # the blocks begin - 1 .. end, zeros where there is none
+        blocks = list(self.sums[index].unbind(2))
+        blocks.insert(0, self.sums[index - 1][:, :, -1] if index else self.start())
+        blocks.append(self.sums[index + 1][:, :, 0] if index + 1 < len(self.sums) else self.start())
+        count = len(blocks) - 2
+        if torch.is_grad_enabled() or before.device.type != "cpu":
+            earlier = list(accumulate(blocks[:count], initial=before))
+            later = list(accumulate(blocks[:2:-1], initial=self.after[index]))[::-1]
+            return torch.stack(earlier[:-1], dim=2) + torch.stack(later, dim=2), earlier[-1]
+        # the same with less memory passed: one addition after the other, each in place
+        far = torch.empty_like(self.sums[index])
+        places = [*far.unbind(2), torch.empty_like(before)]
+        places[0].copy_(before)
+        for block, earlier_sum, place in zip(blocks, places, places[1:], strict=False):
+            torch.add(earlier_sum, block, out=place)
+        later_sum = self.after[index].clone()
+        for place, block in zip(places[-2::-1], blocks[::-1], strict=False):
+            place += later_sum
+            later_sum += block
+        return far, places[-1]
 
 
 def read(query: Features, sums: Tensor, shift: Tensor, signed: bool) -> Partial:

@@ -14,20 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import FarSums, between, near_keys, near_mask, near_tokens, pieces, recomputed, row_lengths
+from .blocks import between, near_keys, near_mask, near_tokens, pieces, recomputed, row_lengths, to_blocks
 from .configuration_linattn import PerformerConfig
-from .feature_maps import FeatureMap, Features
+from .feature_maps import FeatureMap
 from .feature_sums import (
     SIGNED_MASS_FLOOR,
+    FarSums,
     add,
     bounded_features,
     expand,
-    expand_to_most,
     features_in_blocks,
     read,
     sum_up,
 )
-from .joined_softmax import LOG2_E, Partial, exact_part, join, masked
+from .fused_near import can_fuse, fused_near_part
+from .joined_softmax import LOG2_E, Partial, exact_part, join
 
 
 def performer_attention(
@@ -99,43 +100,59 @@ def performer_attention(
     # (batch, length, heads, dim), as models hold them in memory: neighbouring blocks are one piece of it
     key_rows, value_rows = key.transpose(1, 2), value_and_one.transpose(1, 2)
     runs = pieces(-(-length // window_size), window_size, query.device)
-    far_sums: FarSums | None = None
-    shift = before = None
-    if far:
-        # one shift for all blocks, whose sums are added up
-        features = bounded_features(feature_map, key, "key", scale=scale)
-        if not all_held:
-            features = Features(masked(features.log2_phi, ~held), features.factor)
-        phi, shift = expand_to_most(features)
-        far_sums = FarSums(phi.transpose(-1, -2), value_rows, window_size, runs)
-        before, shift = far_sums.start(), shift.unsqueeze(2)
+
+    def sums_of_blocks(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        tokens = slice(begin * window_size, min(end * window_size, length))
+        features = bounded_features(feature_map, key[:, :, tokens], "key", scale=scale)
+        whole = lengths is None and tokens.start >= global_tokens and end * window_size <= length
+        return sum_up(
+            features_in_blocks(features, window_size),
+            to_blocks(value_and_one[:, :, tokens], window_size),
+            None if whole else to_blocks(held[:, :, tokens], window_size),
+        )
+
+    far_sums = FarSums([recomputed(sums_of_blocks, length, *run) for run in runs]) if far else None
+    fused = near and can_fuse(query, value)
+    ends = None if lengths is None else real_lengths.tolist() if fused else None
+
+    def near_parts(begin: int, end: int, queries: Tensor) -> list[Partial]:
+        # a run that begins so late has no first tokens among its near ones, and one that ends so early no end
+        early, late = (begin - 1) * window_size < global_tokens, (end + 1) * window_size > length
+        if fused:
+            parts = [fused_near_part(query, key, value, ends, begin, end, window_size=window_size, scale=scale)]
+            if global_tokens:
+                # by the blocks that have them among their neighbours they are not seen a second time
+                apart = position[:global_tokens] < (position[begin:end, None] - 1) * window_size
+                seen = (first_seen & apart)[:, :, :, None] if early or lengths is not None else None
+                # (batch, heads, blocks, window, global_tokens)
+                logits = (queries @ (first_key * (scale * LOG2_E)).transpose(-1, -2)).unflatten(2, (-1, window_size))
+                parts.append(exact_part(logits, seen, first_value.unsqueeze(2)))
+            return parts
+        near_key = _near(key_rows, first_key, begin, end, window_size)
+        near_value = _near(value_rows, first_value, begin, end, window_size)
+        seen = None
+        # in between, all keys are seen
+        if lengths is not None or early or late:
+            block_seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
+            seen = torch.cat((first_seen.squeeze(1).expand(*block_seen.shape[:2], -1), block_seen), dim=-1)
+            # (batch, 1, blocks, 1, keys)
+            seen = seen[:, None, :, None]
+        # (batch, heads, blocks, window, dim)
+        scaled = (queries * (scale * LOG2_E)).unflatten(2, (-1, window_size))
+        return [exact_part(scaled @ near_key.transpose(-1, -2), seen, near_value)]
 
     def attend(index: int, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         begin, end = runs[index]
-        parts: list[Partial] = []
         queries = between(query, begin * window_size, end * window_size, dim=2)
-        if near:
-            near_key = _near(key_rows, first_key, begin, end, window_size)
-            near_value = _near(value_rows, first_value, begin, end, window_size)
-            seen = None
-            # in between, all keys are seen
-            if lengths is not None or (begin - 1) * window_size < global_tokens or (end + 1) * window_size > length:
-                block_seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
-                seen = torch.cat((first_seen.squeeze(1).expand(*block_seen.shape[:2], -1), block_seen), dim=-1)
-                # (batch, 1, blocks, 1, keys)
-                seen = seen[:, None, :, None]
-            # (batch, heads, blocks, window, dim)
-            scaled = (queries * (scale * LOG2_E)).unflatten(2, (-1, window_size))
-            parts.append(exact_part(scaled @ near_key.transpose(-1, -2), seen, near_value))
-        if far_sums is not None and before is not None and shift is not None:
+        parts = near_parts(begin, end, queries) if near else []
+        if far_sums is not None and before is not None:
             features = features_in_blocks(bounded_features(feature_map, queries, "query", scale=scale), window_size)
             sums, before = far_sums.run(index, before)
-            # (batch, blocks, features, heads, dim) -> (batch, heads, blocks, features, dim)
-            parts.append(read(features, sums.permute(0, 3, 1, 2, 4), shift, feature_map.signed))
+            parts.append(read(features, sums, far_sums.shift, feature_map.signed))
         # (batch, heads, blocks, window, dim) -> (batch, tokens, heads, dim)
         return join(parts).permute(0, 2, 3, 1, 4).flatten(1, 2), before
 
-    outputs = []
+    outputs, before = [], far_sums.start() if far_sums is not None else None
     for index in range(len(runs)):
         out, before = recomputed(attend, length, index, before)
         outputs.append(out)
