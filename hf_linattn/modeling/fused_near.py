@@ -1,7 +1,8 @@
 """The near part of a bidirectional join by PyTorch's fused attention for CPUs, which returns the mass as well.
 
-No keys are gathered and no logits are stored: half the time of `joined_softmax.exact_part`, which is the reference.
-`scaled_dot_product_attention` is the same kernel, but keeps to itself the logarithm that a join needs.
+No keys are gathered and no logits are stored, as `joined_softmax.exact_part` has them, which is what trains: the kernel
+has no gradient for the mass. `scaled_dot_product_attention` runs it too, but keeps to itself the logarithm that a join
+needs.
 """
 
 from typing import Any
@@ -14,12 +15,15 @@ from .joined_softmax import LOG2_E, NEVER, Partial
 _KERNEL: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
-def can_fuse(query: Tensor, value: Tensor) -> bool:
+def can_fuse(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `fused_near_part` works here: on a CPU, without gradients, and where no graph is recorded."""
     return (
         _KERNEL is not None
         and query.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype
         and query.shape[-1] == value.shape[-1]
+        # which the kernel takes for granted
+        and all(x.stride(-1) == 1 for x in (query, key, value))
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()

@@ -24,6 +24,7 @@ from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfi
 from .families import FAMILIES, Family
 from .feature_maps import FeatureMap  # noqa: F401
 from .feature_sums import read  # noqa: F401
+from .fused_near import can_fuse  # noqa: F401
 from .gated_sums import gated_part  # noqa: F401
 from .joined_softmax import join  # noqa: F401
 from .linformer import LinformerAttention

@@ -112,7 +112,7 @@ def performer_attention(
         )
 
     far_sums = FarSums([recomputed(sums_of_blocks, length, *run) for run in runs]) if far else None
-    fused = near and can_fuse(query, value)
+    fused = near and can_fuse(query, key, value)
     ends = None if lengths is None else real_lengths.tolist() if fused else None
 
     def near_parts(begin: int, end: int, queries: Tensor) -> list[Partial]:
@@ -122,8 +122,8 @@ def performer_attention(
             parts = [fused_near_part(query, key, value, ends, begin, end, window_size=window_size, scale=scale)]
             if global_tokens:
                 # by the blocks that have them among their neighbours they are not seen a second time
-                apart = position[:global_tokens] < (position[begin:end, None] - 1) * window_size
-                seen = (first_seen & apart)[:, :, :, None] if early or lengths is not None else None
+                away = position[:global_tokens] // window_size - torch.arange(begin, end, device=query.device)[:, None]
+                seen = (first_seen & (away.abs() > 1))[:, :, :, None] if early or lengths is not None else None
                 # (batch, heads, blocks, window, global_tokens)
                 logits = (queries @ (first_key * (scale * LOG2_E)).transpose(-1, -2)).unflatten(2, (-1, window_size))
                 parts.append(exact_part(logits, seen, first_value.unsqueeze(2)))

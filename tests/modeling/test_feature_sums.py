@@ -6,6 +6,8 @@ from torch import Tensor
 
 from hf_linattn.modeling.feature_sums import FarSums
 
+pytestmark = pytest.mark.core
+
 
 def far_sums(per_block: Tensor, shift: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """All that `FarSums` gives with so many blocks in a run."""

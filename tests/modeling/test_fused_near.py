@@ -1,0 +1,81 @@
+"""The kernel that returns the mass, beside the exact part that it stands in for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linattn.modeling import performer
+from hf_linattn.modeling.feature_maps import FeatureMap
+from hf_linattn.modeling.fused_near import can_fuse
+
+from ..helpers import qkv
+
+pytestmark = pytest.mark.core
+
+LENGTH, WINDOW = 37, 4
+FEATURES = FeatureMap(feature_map="positive", num_heads=2, head_dim=4, num_features=16, orthogonal=True, seed=0)
+
+
+@pytest.fixture
+def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Outputs with the kernel and without it."""
+
+    def run(inputs: list[Tensor], **settings: object) -> tuple[Tensor, Tensor]:
+        def attend() -> Tensor:
+            return performer.performer_attention(*inputs, FEATURES, window_size=WINDOW, **settings)
+
+        with torch.no_grad():
+            fused = attend()
+            with monkeypatch.context() as patch:
+                patch.setattr(performer, "can_fuse", lambda *_: False)
+                return fused, attend()
+
+    return run
+
+
+@pytest.mark.parametrize("piece", [4, 12, 512])
+@pytest.mark.parametrize("far", [True, False])
+@pytest.mark.parametrize("global_tokens", [0, 1, 6, 11])
+@pytest.mark.parametrize("lengths", [None, [37, 1], [0, 6], [36, 13]])
+def test_the_kernel_finds_what_the_exact_part_finds(
+    lengths: list[int] | None, global_tokens: int, far: bool, piece: int, both_ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Global tokens beyond the window too, and rows that end anywhere, or have nothing at all."""
+    monkeypatch.setattr("hf_linattn.modeling.blocks._CPU_PIECE", piece)
+    inputs = [x.detach().float() for x in qkv(LENGTH, scale=1.0)]
+    with torch.no_grad():
+        assert can_fuse(*inputs)
+    given = None if lengths is None else torch.tensor(lengths)
+    fused, exact = both_ways(inputs, lengths=given, global_tokens=global_tokens, far=far)
+    assert fused.isfinite().all()
+    real = torch.arange(LENGTH) < (torch.tensor([LENGTH]) if given is None else given)[:, None]
+    torch.testing.assert_close(fused * real[:, None, :, None], exact * real[:, None, :, None], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-3, 30.0])
+def test_logits_of_any_size(size: float, both_ways) -> None:
+    """Where one key has all the weight, and where all have the same."""
+    query, key, value = (x.detach().float() for x in qkv(LENGTH, scale=1.0))
+    fused, exact = both_ways([query * size, key * size, value], global_tokens=1)
+    torch.testing.assert_close(fused, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_not_used_where_it_does_not_fit() -> None:
+    """With gradients, on memory that it would read wrongly, and on no CPU."""
+    query, key, value = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    assert not can_fuse(query, key, value)
+    with torch.no_grad():
+        assert can_fuse(query, key, value)
+        assert not can_fuse(query, key.mT.contiguous().mT, value)
+        assert not can_fuse(query, key, value[..., :3])
+        assert not can_fuse(*(x.to("meta") for x in (query, key, value)))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_any_layout_of_the_inputs(which: int, both_ways) -> None:
+    inputs = [x.detach().float() for x in qkv(LENGTH, scale=1.0)]
+    expected, _ = both_ways(inputs)
+    inputs[which] = inputs[which].mT.contiguous().mT
+    torch.testing.assert_close(both_ways(inputs)[0], expected)
