@@ -139,7 +139,7 @@ class FarSums:
         blocks.insert(0, self.sums[index - 1][:, :, -1] if index else self.start())
         blocks.append(self.sums[index + 1][:, :, 0] if index + 1 < len(self.sums) else self.start())
         count = len(blocks) - 2
-        if torch.is_grad_enabled() or before.device.type != "cpu":
+        if torch.is_grad_enabled() or before.device.type != "cpu" or torch.compiler.is_compiling():
             earlier = list(accumulate(blocks[:count], initial=before))
             later = list(accumulate(blocks[:2:-1], initial=self.after[index]))[::-1]
             return torch.stack(earlier[:-1], dim=2) + torch.stack(later, dim=2), earlier[-1]
