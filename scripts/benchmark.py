@@ -406,7 +406,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu or cuda. Default: cpu.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument(
-        "--memory", type=float, default=0.85 * decoder_speed.physical_memory(), help="GiB to take at most."
+        "--memory",
+        type=float,
+        default=decoder_speed.free_memory(),
+        help="GiB to take at most on a CPU: rows that need more say so. Default: 85%% of what is free.",
     )
     parser.add_argument("--measure", choices=list(_BY_NAME), help=argparse.SUPPRESS)
     return parser
@@ -416,8 +419,9 @@ def main(call: list[str] | None = None) -> int:
     options = arguments().parse_args(call)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if options.measure:
+    if options.device == "cpu":
         decoder_speed.limit_memory(options.memory)
+    if options.measure:
         shape, grad = Shape(options.lengths[0], options.layers), options.passes == ["backward"]
         print(measure_memory(_BY_NAME[options.measure], options.what[0], shape, grad, options))
         return 0

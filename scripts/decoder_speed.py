@@ -15,7 +15,6 @@ import argparse
 import copy
 import inspect
 import json
-import os
 import resource
 import signal
 import statistics
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import psutil
 import torch
 from process_memory import peak
 from torch import Tensor
@@ -165,14 +165,14 @@ def train_in_new_process(name: str, checkpointing: str, options: argparse.Namesp
 
 
 def limit_memory(gib: float) -> None:
-    """Fail where more is asked for than the machine has, before it ends other processes (Linux only)."""
+    """Fail where more is asked for, before the machine ends this process or others (Linux only)."""
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (int(gib * _GIB), resource.RLIM_INFINITY))
 
 
-def physical_memory() -> float:
-    """Memory of the machine in GiB."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+def free_memory() -> float:
+    """GiB that a process can take without ending others, with some to spare."""
+    return 0.85 * psutil.virtual_memory().available / _GIB
 
 
 def decode_table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -307,8 +307,8 @@ def main() -> int:
     parser.add_argument(
         "--memory",
         type=float,
-        default=0.85 * physical_memory(),
-        help="GiB that a training step may take; what takes more is not measured. Default: 85%% of the machine's.",
+        default=free_memory(),
+        help="GiB that a training step may take; what takes more is not measured. Default: 85%% of what is free.",
     )
     parser.add_argument("--no-decode", action="store_true", help="Leave out the decoding.")
     parser.add_argument("--no-train", action="store_true", help="Leave out the training step.")

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import AutoModel
 
-from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert_checkpoint
+from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, PerformerConfig
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.adapt.config import TRACKERS
 from hf_linattn.adapt.distil import Distil
@@ -26,7 +26,7 @@ from hf_linattn.adapt.transfer import Transfer
 from hf_linattn.documents import DataConfig
 from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES
 
-from .helpers import (
+from ..helpers import (
     CAUSAL_FEW,
     DECODERS,
     ENCODERS,
@@ -37,62 +37,10 @@ from .helpers import (
     inputs_for,
     outputs_of,
     run_python,
-    save_tokenizer,
     tiny_model,
     tokens,
 )
-
-LEARNED = PerformerConfig(num_features=16, feature_map="learned", window_size=4)
-PROJECTED = LinformerConfig(projection_length=8)
-SHORT: dict[str, Any] = {
-    "transfer_steps": 4,
-    "distil_steps": 4,
-    "sequence_length": 32,
-    "batch_size": 4,
-    "eval_sequences": 4,
-    "eval_steps": 2,
-    "checkpoint_steps": 2,
-    "log_steps": 1,
-}
-
-
-def write_documents(path: Path, count: int = 24) -> DataConfig:
-    """Documents of 10 to 60 words of the tiny tokenizer; the label says which half of the words they are from."""
-    chance = random.Random(0)
-    with path.open("w") as file:
-        for index in range(count):
-            begin = 5 + 45 * (index % 2)
-            words = [f"w{chance.randrange(begin, begin + 45)}" for _ in range(chance.randrange(10, 60))]
-            file.write(json.dumps({"text": " ".join(words), "kind": ["low", "high"][index % 2]}) + "\n")
-    return DataConfig(dataset=str(path))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    return write_documents(tmp_path_factory.mktemp("data") / "documents.jsonl")
-
-
-def converted_folder(
-    folder: Path, config: AttentionConfig = LEARNED, family: str = "bert", auto: str = "AutoModel"
-) -> Path:
-    save_tokenizer(folder / "base")
-    tiny_model(family, auto).save_pretrained(folder / "base")
-    convert_checkpoint(folder / "base", folder / "converted", config)
-    return folder / "converted"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return converted_folder(tmp_path_factory.mktemp("learned"))
-
-
-def lines(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "training" / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(output: Path) -> list[tuple[str, int, float]]:
-    return [(row["stage"], row["step"], row["loss"]) for row in lines(output) if "loss" in row]
-
+from .runs import LEARNED, PROJECTED, SHORT, converted_folder, lines, losses
 
 # -- losses -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Started as a process of its own by test_adapt_resume: adapts a folder as the JSON in its arguments says.
+"""Started as a process of its own by test_resume: adapts a folder as the JSON in its arguments says.
 
 With a fifth argument, "as-gpus", Accelerate takes the processes on the CPU for GPUs, without which it does not shard;
 with "kill-N" the first process is killed when it has written its N-th checkpoint.

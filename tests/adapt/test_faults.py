@@ -19,20 +19,9 @@ from hf_linattn.adapt.loop import DIVERGED
 from hf_linattn.adapt.sequences import Sequences
 from hf_linattn.documents import DataConfig
 
-from .test_adapt import SHORT, converted_folder, lines, losses, write_documents
-from .test_adapt_resume import SETTINGS, Killed, same_weights
+from .runs import SETTINGS, SHORT, Killed, converted_folder, lines, losses, same_weights
 
 DISTIL = {**SHORT, "transfer_steps": 0, "distil_steps": 6}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return converted_folder(tmp_path_factory.mktemp("learned"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    return write_documents(tmp_path_factory.mktemp("data") / "documents.jsonl")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataConfig:

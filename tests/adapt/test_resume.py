@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModel
 
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
@@ -21,21 +20,10 @@ from hf_linattn.adapt.monitor import MetricsFile
 from hf_linattn.adapt.sequences import Sequences, collate, tokenize
 from hf_linattn.documents import DataConfig
 
-from .helpers import converted_model, inputs_for, outputs_of, tiny_model
-from .test_adapt import LEARNED, SHORT, converted_folder, losses, write_documents
+from ..helpers import converted_model, inputs_for, outputs_of, tiny_model
+from .runs import LEARNED, SETTINGS, Killed, losses, same_weights
 
-SETTINGS = {**SHORT, "transfer_steps": 6, "distil_steps": 6, "checkpoint_steps": 2}
 RUN = Path(__file__).with_name("adapt_run.py")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return converted_folder(tmp_path_factory.mktemp("learned"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    return write_documents(tmp_path_factory.mktemp("data") / "documents.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +31,6 @@ def unbroken(folder: Path, data: DataConfig, tmp_path_factory: pytest.TempPathFa
     output = tmp_path_factory.mktemp("unbroken") / "out"
     adapt(folder, output, AdaptConfig(**SETTINGS), data=data)
     return output
-
-
-def same_weights(first: Path, second: Path) -> bool:
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
 
 
 # the third and fourth checkpoint are the last of the first stage and the one that the second begins with
@@ -111,9 +90,9 @@ def test_stopped_at_any_checkpoint(
 def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
     output = tmp_path / "a run"
     arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data))]
-    command = [sys.executable, "-m", "tests.adapt_run", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.adapt.adapt_run", *map(str, arguments)]
     metrics = output / "training" / "metrics.jsonl"
-    process = subprocess.Popen(command, cwd=RUN.parents[1], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=RUN.parents[2], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_text().count("\n") >= 5:
@@ -122,7 +101,7 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
     assert not (output / "config.json").exists()
-    subprocess.run(command, cwd=RUN.parents[1], check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+    subprocess.run(command, cwd=RUN.parents[2], check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
     assert losses(output) == losses(unbroken)
     assert same_weights(output, unbroken)
 
@@ -130,10 +109,18 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
 def launched(config: str, arguments: list[Any], *options: str) -> list[str]:
     """Two processes under `accelerate launch`; what they say."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"scripts/accelerate/{config}.yaml"]
-    launch += [*options, "--num_cpu_threads_per_process", "1", "--main_process_port", "0", "-m", "tests.adapt_run"]
+    launch += [
+        *options,
+        "--num_cpu_threads_per_process",
+        "1",
+        "--main_process_port",
+        "0",
+        "-m",
+        "tests.adapt.adapt_run",
+    ]
     result = subprocess.run(
-        [*launch, *map(str, arguments)],
-        cwd=RUN.parents[1],
+        [*launch, "-m", "tests.adapt.adapt_run", *map(str, arguments)],
+        cwd=RUN.parents[2],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
