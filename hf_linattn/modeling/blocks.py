@@ -5,7 +5,7 @@ Shapes: a *row* is one document of a batch; its keys stand left-aligned, `length
 the query's block or in one of its two neighbours; every other key is *far*.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -71,6 +71,25 @@ def recomputed(function: Callable[..., Any], length: int, *arguments: Any) -> An
     if length < _LONG or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def put_together(pieces: Iterable[Tensor], tokens: int) -> Tensor:
+    """torch.cat of pieces (batch, some of the tokens, ...) as they come, (batch, tokens, ...).
+
+    Without gradients each is written where it belongs and forgotten: kept until the end, they would all take fresh
+    memory, which costs as much as what is computed.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.cat(list(pieces), dim=1)
+    whole, begin = None, 0
+    for piece in pieces:
+        if whole is None:
+            whole = piece.new_empty(piece.shape[0], tokens, *piece.shape[2:])
+        end = begin + piece.shape[1]
+        whole[:, begin:end] = piece
+        begin = end
+    assert whole is not None and begin == tokens
+    return whole
 
 
 def near_keys(lengths: Tensor, blocks: int, window: int, first: int, start: int = 0) -> Tensor:

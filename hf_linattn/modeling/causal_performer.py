@@ -13,12 +13,12 @@ chunk is a running maximum. Everything is computed in float32, or in float64 for
 where they can be used, the kernels of flash-linear-attention do the sums (`gated_sums`).
 """
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import (
@@ -30,6 +30,7 @@ from .blocks import (
     last_tokens,
     newest_tokens,
     piece_size,
+    put_together,
     recomputed,
     to_blocks,
 )
@@ -44,6 +45,7 @@ from .feature_sums import (
     floor_mass,
     read,
     sum_up,
+    with_one,
 )
 from .gated_sums import gated_part, kernels_for
 from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, finite, join, masked
@@ -352,16 +354,11 @@ def causal_performer_prefill(
         held = (rank >= (seen // window_size - 1)[:, None] * window_size) & (rank >= global_tokens)
         older = near_key[:, :, :window_size].to(sums.dtype)
         features = bounded_features(feature_map, older, "key", scale=scale)
-        older_value = _with_one(near_value[:, :, :window_size].to(sums.dtype))
+        older_value = with_one(near_value[:, :, :window_size].to(sums.dtype))
         waiting = sum_up(features, older_value, held[:, None, :, None])
     # of a view, what it has
     shift = shift.clone()
     return out, CausalPerformerState(seen, global_key, global_value, near_key, near_value, sums, shift, *waiting)
-
-
-def _with_one(value: Tensor) -> Tensor:
-    """Values with a column of ones: one product then gives S and z."""
-    return F.pad(value, (0, 1), value=1.0)
 
 
 def _parallel(
@@ -408,7 +405,7 @@ def _parallel(
             for tokens in ((state.near_key, key), (state.near_value, value))
         )
         origin, start = window, seen - offset
-    first_keys, first_values = first_keys.to(dtype), _with_one(first_values.to(dtype))
+    first_keys, first_values = first_keys.to(dtype), with_one(first_values.to(dtype))
     rank = (start - window)[:, None] + torch.arange(grid + window, device=device)
     # keys that the next token finds far: all that any real query here does
     total = seen + (length if lengths is None else lengths)
@@ -427,7 +424,7 @@ def _parallel(
     def attend(begin: int, end: int, sums: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries = between(query, begin, end, dim=2).to(dtype)
         keys, values = (between(x, origin + begin - window, origin + end, dim=2).to(dtype) for x in (key, value))
-        values, ranks = _with_one(values), rank[:, begin : end + window]
+        values, ranks = with_one(values), rank[:, begin : end + window]
         parts = []
         if near and window:
             parts.append(_near_part(queries, keys, values, ranks, window, global_tokens, scale))
@@ -449,11 +446,16 @@ def _parallel(
         return join(parts).to(out_dtype), sums, shift
 
     # a piece at a time: what is large, features and logits, then stays in the processor's cache
-    pieces, size = [], chunk * max(piece_size(device) // chunk, 1)
-    for begin in range(0, grid, size):
-        piece, sums, shift = recomputed(attend, length, begin, min(begin + size, grid), sums, shift)
-        pieces.append(piece)
-    out = torch.cat(pieces, dim=2)
+    size = chunk * max(piece_size(device) // chunk, 1)
+
+    def outputs() -> Iterator[Tensor]:
+        nonlocal sums, shift
+        for begin in range(0, grid, size):
+            piece, sums, shift = recomputed(attend, length, begin, min(begin + size, grid), sums, shift)
+            # (batch, heads, tokens, dim) -> (batch, tokens, heads, dim), as models hold them in memory
+            yield piece.transpose(1, 2)
+
+    out = put_together(outputs(), grid).transpose(1, 2)
     out = out[:, :, :length] if offset is None else at(out, offset[:, None] + torch.arange(length, device=device))
     return after_end(out, lengths), sums, shift
 
@@ -487,18 +489,18 @@ def _step(
         near_rank = rank[:, None] + torch.arange(-2 * window, 1, device=device)
         is_near = (near_rank >= global_tokens) & (near_rank >= (rank // window - 1)[:, None] * window)
         logits = (query * (scale * LOG2_E)) @ keys.to(dtype).transpose(-1, -2)
-        parts.append(exact_part(logits, is_near[:, None, None], _with_one(values.to(dtype))))
+        parts.append(exact_part(logits, is_near[:, None, None], with_one(values.to(dtype))))
     if near and global_tokens:
         logits = (query * (scale * LOG2_E)) @ global_key.to(dtype).transpose(-1, -2)
         past = torch.arange(global_tokens, device=device) <= rank[:, None]
-        parts.append(exact_part(logits, past[:, None, None], _with_one(global_value.to(dtype))))
+        parts.append(exact_part(logits, past[:, None, None], with_one(global_value.to(dtype))))
     sums, shift, waiting = state.sums, state.shift, (state.waiting_sums, state.waiting_shift)
     if far:
         # with a window, the key that is w older is the next to become far
         age = slice(window, window + 1)
         held = (rank - window >= global_tokens) & (new > 0)
         features = bounded_features(feature_map, keys[:, :, age].to(dtype), "key", scale=scale)
-        added = sum_up(features, _with_one(values[:, :, age].to(dtype)), held[:, None, None, None])
+        added = sum_up(features, with_one(values[:, :, age].to(dtype)), held[:, None, None, None])
         if not window:
             sums, shift = add(sums, shift, *added)
         parts.append(read(bounded_features(feature_map, query, "query", scale=scale), sums, shift, feature_map.signed))

@@ -6,15 +6,15 @@ with S_i = sum_{j far from i} phi(k_j) v_j^T and z_i = sum_{j far from i} phi(k_
 in float32, whatever the inputs: exponents of half-precision logits would be off by several per cent.
 """
 
+from collections.abc import Iterator
 from functools import reduce
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import between, near_keys, near_mask, near_tokens, pieces, recomputed, row_lengths, to_blocks
+from .blocks import between, near_keys, near_mask, near_tokens, pieces, put_together, recomputed, row_lengths, to_blocks
 from .configuration_linattn import PerformerConfig
 from .feature_maps import FeatureMap
 from .feature_sums import (
@@ -26,6 +26,7 @@ from .feature_sums import (
     features_in_blocks,
     read,
     sum_up,
+    with_one,
 )
 from .fused_near import can_fuse, fused_near_part
 from .joined_softmax import LOG2_E, Partial, exact_part, join
@@ -68,8 +69,7 @@ def performer_attention(
     # (batch, 1, length, 1)
     held = ((position >= global_tokens) & (position < real_lengths[:, None]))[:, None, :, None]
     all_held = lengths is None and not global_tokens
-    value_and_one = F.pad(value, (0, 1), value=1.0)
-    first_key, first_value = key[:, :, :global_tokens], value_and_one[:, :, :global_tokens]
+    first_key, first_value = key[:, :, :global_tokens], with_one(value[:, :, :global_tokens])
     first_seen = (position[:global_tokens] < real_lengths[:, None])[:, None, None]
 
     if not window_size:
@@ -77,7 +77,7 @@ def performer_attention(
 
         def sums_of(begin: int, end: int) -> tuple[Tensor, Tensor]:
             features = bounded_features(feature_map, key[:, :, begin:end], "key", scale=scale)
-            return sum_up(features, value_and_one[:, :, begin:end], None if all_held else held[:, :, begin:end])
+            return sum_up(features, with_one(value[:, :, begin:end]), None if all_held else held[:, :, begin:end])
 
         def attend_to_all(begin: int, end: int, known: tuple[Tensor, Tensor] | None) -> Tensor:
             queries = query[:, :, begin:end]
@@ -89,16 +89,18 @@ def performer_attention(
             if known is not None:
                 features = bounded_features(feature_map, queries, "query", scale=scale, alone=not parts)
                 parts.append(read(features, *known, feature_map.signed))
-            return join(parts)
+            # (batch, heads, tokens, dim) -> (batch, tokens, heads, dim), as models hold them in memory
+            return join(parts).transpose(1, 2)
 
         known = None
         if far:
             sums = (recomputed(sums_of, length, *run) for run in runs)
             known = reduce(lambda sums, more: add(*sums, *more), sums)
-        return torch.cat([recomputed(attend_to_all, length, *run, known) for run in runs], dim=2).to(dtype)
+        pieces_of_all = (recomputed(attend_to_all, length, *run, known) for run in runs)
+        return put_together(pieces_of_all, length).transpose(1, 2).to(dtype)
 
     # (batch, length, heads, dim), as models hold them in memory: neighbouring blocks are one piece of it
-    key_rows, value_rows = key.transpose(1, 2), value_and_one.transpose(1, 2)
+    key_rows, value_rows = key.transpose(1, 2), value.transpose(1, 2)
     runs = pieces(-(-length // window_size), window_size, query.device)
 
     def sums_of_blocks(begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +109,7 @@ def performer_attention(
         whole = lengths is None and tokens.start >= global_tokens and end * window_size <= length
         return sum_up(
             features_in_blocks(features, window_size),
-            to_blocks(value_and_one[:, :, tokens], window_size),
+            to_blocks(with_one(value[:, :, tokens]), window_size),
             None if whole else to_blocks(held[:, :, tokens], window_size),
         )
 
@@ -129,7 +131,7 @@ def performer_attention(
                 parts.append(exact_part(logits, seen, first_value.unsqueeze(2)))
             return parts
         near_key = _near(key_rows, first_key, begin, end, window_size)
-        near_value = _near(value_rows, first_value, begin, end, window_size)
+        near_value = with_one(_near(value_rows, value[:, :, :global_tokens], begin, end, window_size))
         seen = None
         # in between, all keys are seen
         if lengths is not None or early or late:
@@ -149,14 +151,17 @@ def performer_attention(
             features = features_in_blocks(bounded_features(feature_map, queries, "query", scale=scale), window_size)
             sums, before = far_sums.run(index, before)
             parts.append(read(features, sums, far_sums.shift, feature_map.signed))
-        # (batch, heads, blocks, window, dim) -> (batch, tokens, heads, dim)
-        return join(parts).permute(0, 2, 3, 1, 4).flatten(1, 2), before
+        # (batch, heads, blocks, window, dim) -> (batch, blocks, window, heads, dim)
+        return join(parts).permute(0, 2, 3, 1, 4), before
 
-    outputs, before = [], far_sums.start() if far_sums is not None else None
-    for index in range(len(runs)):
-        out, before = recomputed(attend, length, index, before)
-        outputs.append(out)
-    return torch.cat(outputs, dim=1)[:, :length].transpose(1, 2).to(dtype)
+    def outputs() -> Iterator[Tensor]:
+        before = far_sums.start() if far_sums is not None else None
+        for index in range(len(runs)):
+            out, before = recomputed(attend, length, index, before)
+            yield out
+
+    # blocks become tokens again
+    return put_together(outputs(), runs[-1][1]).flatten(1, 2)[:, :length].transpose(1, 2).to(dtype)
 
 
 def _near(x: Tensor, first: Tensor, begin: int, end: int, window: int) -> Tensor:

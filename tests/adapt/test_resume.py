@@ -23,7 +23,7 @@ from hf_linattn.documents import DataConfig
 from ..helpers import converted_model, inputs_for, outputs_of, tiny_model
 from .runs import LEARNED, SETTINGS, Killed, losses, same_weights
 
-RUN = Path(__file__).with_name("adapt_run.py")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
     arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data))]
     command = [sys.executable, "-m", "tests.adapt.adapt_run", *map(str, arguments)]
     metrics = output / "training" / "metrics.jsonl"
-    process = subprocess.Popen(command, cwd=RUN.parents[2], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_text().count("\n") >= 5:
@@ -101,7 +101,7 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
     assert not (output / "config.json").exists()
-    subprocess.run(command, cwd=RUN.parents[2], check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
     assert losses(output) == losses(unbroken)
     assert same_weights(output, unbroken)
 
@@ -109,18 +109,10 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
 def launched(config: str, arguments: list[Any], *options: str) -> list[str]:
     """Two processes under `accelerate launch`; what they say."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"scripts/accelerate/{config}.yaml"]
-    launch += [
-        *options,
-        "--num_cpu_threads_per_process",
-        "1",
-        "--main_process_port",
-        "0",
-        "-m",
-        "tests.adapt.adapt_run",
-    ]
+    launch += [*options, "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
     result = subprocess.run(
         [*launch, "-m", "tests.adapt.adapt_run", *map(str, arguments)],
-        cwd=RUN.parents[2],
+        cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
