@@ -45,10 +45,9 @@ from .feature_sums import (
     floor_mass,
     read,
     sum_up,
-    with_one,
 )
 from .gated_sums import gated_part, kernels_for
-from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, finite, join, masked
+from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, finite, join, masked, with_one
 from .performer import PerformerAttention
 
 # Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.

@@ -21,11 +21,6 @@ from .joined_softmax import NEVER, Partial, finite, masked, shifted_exp2
 SIGNED_MASS_FLOOR = 1e-2
 
 
-def with_one(value: Tensor) -> Tensor:
-    """Values with a column of ones: one product then gives S and z."""
-    return F.pad(value, (0, 1), value=1.0)
-
-
 def bounded_features(feature_map: FeatureMap, x: Tensor, side: str, *, scale: float, alone: bool = False) -> Features:
     """The map's features and, if they can be negative, one more for the keys' largest possible mass.
 

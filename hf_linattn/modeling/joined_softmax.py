@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NEVER = float("-inf")
@@ -23,6 +24,11 @@ class Partial(NamedTuple):
 
     shift: Tensor
     total: Tensor
+
+
+def with_one(value: Tensor) -> Tensor:
+    """Values with a column of ones: one product then gives sums and mass."""
+    return F.pad(value, (0, 1), value=1.0)
 
 
 def finite(shift: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfi
 from .families import FAMILIES, Family
 from .feature_maps import FeatureMap  # noqa: F401
 from .feature_sums import read  # noqa: F401
-from .fused_near import can_fuse  # noqa: F401
 from .gated_sums import gated_part  # noqa: F401
 from .joined_softmax import join  # noqa: F401
 from .linformer import LinformerAttention
+from .near_part import NearPart  # noqa: F401
 from .performer import PerformerAttention
 from .projections import Projection  # noqa: F401
 from .seam import ATTENTION_NAME

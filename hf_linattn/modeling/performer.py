@@ -8,13 +8,13 @@ in float32, whatever the inputs: exponents of half-precision logits would be off
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import between, near_keys, near_mask, near_tokens, pieces, put_together, recomputed, row_lengths, to_blocks
+from .blocks import between, near_mask, pieces, put_together, recomputed, row_lengths, to_blocks
 from .configuration_linattn import PerformerConfig
 from .feature_maps import FeatureMap
 from .feature_sums import (
@@ -26,10 +26,9 @@ from .feature_sums import (
     features_in_blocks,
     read,
     sum_up,
-    with_one,
 )
-from .fused_near import can_fuse, fused_near_part
-from .joined_softmax import LOG2_E, Partial, exact_part, join
+from .joined_softmax import LOG2_E, Partial, exact_part, join, with_one
+from .near_part import NearPart
 
 
 def performer_attention(
@@ -69,10 +68,10 @@ def performer_attention(
     # (batch, 1, length, 1)
     held = ((position >= global_tokens) & (position < real_lengths[:, None]))[:, None, :, None]
     all_held = lengths is None and not global_tokens
-    first_key, first_value = key[:, :, :global_tokens], with_one(value[:, :, :global_tokens])
-    first_seen = (position[:global_tokens] < real_lengths[:, None])[:, None, None]
 
     if not window_size:
+        first_key, first_value = key[:, :, :global_tokens], with_one(value[:, :, :global_tokens])
+        first_seen = (position[:global_tokens] < real_lengths[:, None])[:, None, None]
         runs = pieces(length, 1, query.device)
 
         def sums_of(begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -99,8 +98,6 @@ def performer_attention(
         pieces_of_all = (recomputed(attend_to_all, length, *run, known) for run in runs)
         return put_together(pieces_of_all, length).transpose(1, 2).to(dtype)
 
-    # (batch, length, heads, dim), as models hold them in memory: neighbouring blocks are one piece of it
-    key_rows, value_rows = key.transpose(1, 2), value.transpose(1, 2)
     runs = pieces(-(-length // window_size), window_size, query.device)
 
     def sums_of_blocks(begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -114,40 +111,14 @@ def performer_attention(
         )
 
     far_sums = FarSums([recomputed(sums_of_blocks, length, *run) for run in runs]) if far else None
-    fused = near and can_fuse(query, key, value)
-    ends = None if lengths is None else real_lengths.tolist() if fused else None
-
-    def near_parts(begin: int, end: int, queries: Tensor) -> list[Partial]:
-        # a run that begins so late has no first tokens among its near ones, and one that ends so early no end
-        early, late = (begin - 1) * window_size < global_tokens, (end + 1) * window_size > length
-        if fused:
-            parts = [fused_near_part(query, key, value, ends, begin, end, window_size=window_size, scale=scale)]
-            if global_tokens:
-                # by the blocks that have them among their neighbours they are not seen a second time
-                away = position[:global_tokens] // window_size - torch.arange(begin, end, device=query.device)[:, None]
-                seen = (first_seen & (away.abs() > 1))[:, :, :, None] if early or lengths is not None else None
-                # (batch, heads, blocks, window, global_tokens)
-                logits = (queries @ (first_key * (scale * LOG2_E)).transpose(-1, -2)).unflatten(2, (-1, window_size))
-                parts.append(exact_part(logits, seen, first_value.unsqueeze(2)))
-            return parts
-        near_key = _near(key_rows, first_key, begin, end, window_size)
-        near_value = with_one(_near(value_rows, value[:, :, :global_tokens], begin, end, window_size))
-        seen = None
-        # in between, all keys are seen
-        if lengths is not None or early or late:
-            block_seen = near_keys(real_lengths, end - begin, window_size, global_tokens, start=begin)
-            seen = torch.cat((first_seen.squeeze(1).expand(*block_seen.shape[:2], -1), block_seen), dim=-1)
-            # (batch, 1, blocks, 1, keys)
-            seen = seen[:, None, :, None]
-        # (batch, heads, blocks, window, dim)
-        scaled = (queries * (scale * LOG2_E)).unflatten(2, (-1, window_size))
-        return [exact_part(scaled @ near_key.transpose(-1, -2), seen, near_value)]
+    settings: dict[str, Any] = {"window_size": window_size, "global_tokens": global_tokens, "scale": scale}
+    near_part = NearPart(query, key, value, lengths, **settings) if near else None
 
     def attend(index: int, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         begin, end = runs[index]
-        queries = between(query, begin * window_size, end * window_size, dim=2)
-        parts = near_parts(begin, end, queries) if near else []
+        parts = [] if near_part is None else near_part.run(begin, end)
         if far_sums is not None and before is not None:
+            queries = between(query, begin * window_size, end * window_size, dim=2)
             features = features_in_blocks(bounded_features(feature_map, queries, "query", scale=scale), window_size)
             sums, before = far_sums.run(index, before)
             parts.append(read(features, sums, far_sums.shift, feature_map.signed))
@@ -162,15 +133,6 @@ def performer_attention(
 
     # blocks become tokens again
     return put_together(outputs(), runs[-1][1]).flatten(1, 2)[:, :length].transpose(1, 2).to(dtype)
-
-
-def _near(x: Tensor, first: Tensor, begin: int, end: int, window: int) -> Tensor:
-    """The first tokens, and those of blocks and their neighbours, for each block.
-
-    x (batch, length, heads, dim), first (batch, heads, global_tokens, dim) -> (batch, heads, blocks, keys, dim).
-    """
-    blocks = near_tokens(x, begin, end, window).permute(0, 3, 1, 2, 4)
-    return torch.cat((first.unsqueeze(2).expand(-1, -1, end - begin, -1, -1), blocks), dim=3)
 
 
 def performer_attention_reference(

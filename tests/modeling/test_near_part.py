@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_linattn.modeling import performer
+from hf_linattn.modeling import near_part, performer
 from hf_linattn.modeling.feature_maps import FeatureMap
-from hf_linattn.modeling.fused_near import can_fuse
+from hf_linattn.modeling.near_part import _can_fuse
 
 from ..helpers import qkv
 
@@ -29,7 +29,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Te
         with torch.no_grad():
             fused = attend()
             with monkeypatch.context() as patch:
-                patch.setattr(performer, "can_fuse", lambda *_: False)
+                patch.setattr(near_part, "_can_fuse", lambda *_: False)
                 return fused, attend()
 
     return run
@@ -46,7 +46,7 @@ def test_the_kernel_finds_what_the_exact_part_finds(
     monkeypatch.setattr("hf_linattn.modeling.blocks._CPU_PIECE", piece)
     inputs = [x.detach().float() for x in qkv(LENGTH, scale=1.0)]
     with torch.no_grad():
-        assert can_fuse(*inputs)
+        assert _can_fuse(*inputs)
     given = None if lengths is None else torch.tensor(lengths)
     fused, exact = both_ways(inputs, lengths=given, global_tokens=global_tokens, far=far)
     assert fused.isfinite().all()
@@ -65,12 +65,12 @@ def test_logits_of_any_size(size: float, both_ways) -> None:
 def test_it_is_not_used_where_it_does_not_fit() -> None:
     """With gradients, on memory that it would read wrongly, and on no CPU."""
     query, key, value = (torch.randn(1, 2, 8, 4) for _ in range(3))
-    assert not can_fuse(query, key, value)
+    assert not _can_fuse(query, key, value)
     with torch.no_grad():
-        assert can_fuse(query, key, value)
-        assert not can_fuse(query, key.mT.contiguous().mT, value)
-        assert not can_fuse(query, key, value[..., :3])
-        assert not can_fuse(*(x.to("meta") for x in (query, key, value)))
+        assert _can_fuse(query, key, value)
+        assert not _can_fuse(query, key.mT.contiguous().mT, value)
+        assert not _can_fuse(query, key, value[..., :3])
+        assert not _can_fuse(*(x.to("meta") for x in (query, key, value)))
 
 
 @pytest.mark.parametrize("which", range(3))
