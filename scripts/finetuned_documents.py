@@ -111,12 +111,15 @@ def run(column: str, folder: str, seed: int, rows: list[dict[str, Any]], options
     begun = time.process_time()
     trainer.train()
     cpu_seconds = time.process_time() - begun
-    logits: Any = trainer.predict([rows[i] for i in test]).predictions  # type: ignore[arg-type]
+    # in the order of the documents: Trainer groups those that it predicts, too
+    trainer.args.train_sampling_strategy = "random"
+    found: Any = trainer.predict([rows[i] for i in test])  # type: ignore[arg-type]
+    assert found.label_ids.tolist() == [labels[i] for i in test]
     record = {
         "column": column,
         "seed": seed,
         "test": test.tolist(),
-        "prediction": np.argmax(logits, axis=-1).tolist(),
+        "prediction": np.argmax(found.predictions, axis=-1).tolist(),
         "label": [labels[i] for i in test],
         "training_tokens": int(sum(len(rows[i]["input_ids"]) for i in train) * options.epochs),
         "steps": trainer.state.global_step,
