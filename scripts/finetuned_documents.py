@@ -238,6 +238,9 @@ def main() -> None:
         name, _, folder = given.partition("=")
         if not folder or name in folders:
             parser.error(f"--converted={given!r} must be NAME=FOLDER with a name that is not taken.")
+        for seed in options.seeds:
+            if not Path(of_seed := folder.replace("{seed}", str(seed))).is_dir():
+                parser.error(f"--converted={given!r}: there is no folder {of_seed!r}.")
         folders[name] = folder
     if unknown := set(options.columns or ()) - set(folders):
         parser.error(f"--columns={sorted(unknown)} must be among {', '.join(map(repr, folders))}.")
