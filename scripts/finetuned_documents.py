@@ -6,10 +6,10 @@
 all-MiniLM-L6-v2 that reads the first 512 tokens, the same with more positions, and each conversion: `{seed}` in a
 folder's name stands for the seed of the run, so that every seed starts from a model that was adapted anew. Run number
 s trains on all parts of the documents but the s-th and is tested on that; order of the documents and dropout are drawn
-by seed s. The head is linear, on the mean of the last hidden states: this encoder's first token was never trained to
-stand for a text. All train with `transformers.Trainer` for the same number of epochs at the same rates. What is
-finished is kept in `--work`: the same command goes on where it was interrupted, and processes can share the runs with
-`--columns`.
+by seed s. The head is linear, on the mean of the last hidden states, normalised: this encoder's first token was never
+trained to stand for a text. All train with `transformers.Trainer` for the same number of epochs at the same rates. What
+is finished is kept in `--work`: the same command goes on where it was interrupted, and processes can share the runs
+with `--columns`.
 """
 
 import argparse
@@ -99,7 +99,9 @@ def run(column: str, folder: str, seed: int, rows: list[dict[str, Any]], options
     set_seed(seed)
     model = Classifier(column, folder, len(set(labels)), options.length)
     rates = (model.encoder, options.learning_rate), (model.head, options.head_learning_rate)
-    optimizer = torch.optim.AdamW([{"params": list(part.parameters()), "lr": rate} for part, rate in rates])
+    optimizer = torch.optim.AdamW(
+        [{"params": list(part.parameters()), "lr": rate} for part, rate in rates], weight_decay=0.01
+    )
     steps = -(-len(train) // options.batch_size) * options.epochs
     trainer = Trainer(
         model=model,
@@ -187,9 +189,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['model']}, fine-tuned on {report['dataset']}: {report['documents']} documents, of which each run is "
         f"tested on one in {FOLDS} and trained on the others; first {report['length']} tokens (truncated: 512), "
         f"{report['epochs']} epochs in batches of {report['batch_size']}, learning rate {report['learning_rate']:g}, "
-        f"of the head {report['head_learning_rate']:g}, precision {report['precision']}. 95% intervals over the tested "
-        f"documents of all seeds together, differences on the same documents. The larger class alone gets "
-        f"{report['guess']:.3f}. On "
+        f"of the head {report['head_learning_rate']:g}, weight decay 0.01, precision {report['precision']}. 95% "
+        f"intervals over the tested documents of all seeds together, differences on the same documents. The larger "
+        f"class alone gets {report['guess']:.3f}. On "
         f"{machine_text(report['machine'])}."
     )
     return f"{told}\n\n{table(head, lines)}\n"

@@ -96,8 +96,10 @@ def add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[
 class FarSums:
     """S and z of all keys that are far from a block of queries, for a run of blocks at a time.
 
-    What lies before a run is carried from run to run, what lies after it is added up ahead. Nothing is subtracted from
-    the sum over all keys: that would leave only rounding where the near blocks hold almost everything.
+    The sums of all blocks are held: as much memory as the features of the keys where a block has value_dim + 1 tokens,
+    and more for smaller ones. What lies before a run is carried from run to run, what lies after it is added up ahead.
+    Nothing is subtracted from the sum over all keys: that would leave only rounding where the near blocks hold almost
+    everything.
 
     Args:
         parts: for each run what `sum_up` returns of each of its blocks: (batch, heads, blocks, M, value_dim + 1) and
@@ -112,7 +114,7 @@ class FarSums:
         scales = [(shift - finite(self.shift)).exp2().transpose(-1, -2) for _, shift in parts]
         multiply = torch.mul if torch.is_grad_enabled() else Tensor.mul_
         self.sums = [multiply(sums, scale) for (sums, _), scale in zip(parts, scales, strict=True)]
-        # sums over the blocks from `end + 1` on, for each run, the last one first
+        # sums over the blocks from `end + 1` on, for each run; from the last run to the first
         self.after = [self.start()]
         for index in range(len(self.sums) - 1, 0, -1):
             after = self.after[-1] + self.sums[index][:, :, 1:].sum(2)

@@ -14,6 +14,8 @@ from .blocks import between, near_keys, near_tokens, row_lengths
 from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, with_one
 
 _KERNEL: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+# The kernel is called for each block: smaller ones are faster side by side.
+_LEAST_WINDOW = 32
 
 
 class NearPart:
@@ -40,14 +42,15 @@ class NearPart:
     ) -> None:
         self.query, self.key, self.value = query, key, value
         self.lengths, self.window_size, self.global_tokens, self.scale = lengths, window_size, global_tokens, scale
-        real_lengths = row_lengths(lengths, query.shape[2], query.device)
-        self.real_lengths = real_lengths
-        self.first_key, self.first_value = key[:, :, :global_tokens], value[:, :, :global_tokens]
+        self.real_lengths = row_lengths(lengths, query.shape[2], query.device)
+        self.global_key, self.global_value = key[:, :, :global_tokens], value[:, :, :global_tokens]
         # (batch, global_tokens): of short rows they are not all there
-        self.first_seen = torch.arange(global_tokens, device=query.device) < real_lengths[:, None]
-        self.fused = _can_fuse(query, key, value)
-        # of each row, or of all
-        self.ends = [query.shape[2]] if lengths is None or not self.fused else real_lengths.tolist()
+        self.global_seen = torch.arange(global_tokens, device=query.device) < self.real_lengths[:, None]
+        self.fused = window_size >= _LEAST_WINDOW and _can_fuse(query, key, value)
+        # rows of one length are one batch: (rows, number of their real keys)
+        self.rows = [(slice(None), query.shape[2])]
+        if lengths is not None and self.fused:
+            self.rows = [(slice(row, row + 1), real) for row, real in enumerate(self.real_lengths.tolist())]
 
     def run(self, begin: int, end: int) -> list[Partial]:
         """For the queries of blocks begin .. end - 1: parts of (batch, heads, blocks, window_size, 1 or dim + 1)."""
@@ -56,7 +59,7 @@ class NearPart:
         if not self.fused:
             return [self._gathered(begin, end, early)]
         parts = [self._fused(begin, end)]
-        return [*parts, self._first(begin, end, early)] if self.global_tokens else parts
+        return [*parts, self._global(begin, end, early)] if self.global_tokens else parts
 
     def _queries(self, begin: int, end: int) -> Tensor:
         """Zeros after the end of the rows."""
@@ -68,7 +71,7 @@ class NearPart:
         # in between, all are seen
         if self.lengths is not None or early or (end + 1) * self.window_size > self.query.shape[2]:
             blocks = near_keys(self.real_lengths, end - begin, self.window_size, self.global_tokens, start=begin)
-            seen = torch.cat((self.first_seen.unsqueeze(1).expand(*blocks.shape[:2], -1), blocks), dim=-1)
+            seen = torch.cat((self.global_seen.unsqueeze(1).expand(*blocks.shape[:2], -1), blocks), dim=-1)
             # (batch, 1, blocks, 1, keys)
             seen = seen[:, None, :, None]
 
@@ -77,21 +80,21 @@ class NearPart:
             blocks = near_tokens(x.transpose(1, 2), begin, end, self.window_size).permute(0, 3, 1, 2, 4)
             return torch.cat((first.unsqueeze(2).expand(-1, -1, end - begin, -1, -1), blocks), dim=3)
 
-        keys, values = gather(self.key, self.first_key), gather(self.value, self.first_value)
+        keys, values = gather(self.key, self.global_key), gather(self.value, self.global_value)
         # (batch, heads, blocks, window, dim)
         queries = (self._queries(begin, end) * (self.scale * LOG2_E)).unflatten(2, (-1, self.window_size))
         return exact_part(queries @ keys.transpose(-1, -2), seen, with_one(values))
 
-    def _first(self, begin: int, end: int, early: bool) -> Partial:
+    def _global(self, begin: int, end: int, early: bool) -> Partial:
         """The first tokens alone, for blocks that do not have them among their neighbours."""
         seen = None
         if self.lengths is not None or early:
             block = torch.arange(begin, end, device=self.query.device)[:, None]
             away = torch.arange(self.global_tokens, device=self.query.device) // self.window_size - block
             # (batch, 1, blocks, 1, global_tokens)
-            seen = (self.first_seen[:, None] & (away.abs() > 1))[:, None, :, None]
-        logits = self._queries(begin, end) @ (self.first_key * (self.scale * LOG2_E)).transpose(-1, -2)
-        return exact_part(logits.unflatten(2, (-1, self.window_size)), seen, with_one(self.first_value).unsqueeze(2))
+            seen = (self.global_seen[:, None] & (away.abs() > 1))[:, None, :, None]
+        logits = self._queries(begin, end) @ (self.global_key * (self.scale * LOG2_E)).transpose(-1, -2)
+        return exact_part(logits.unflatten(2, (-1, self.window_size)), seen, with_one(self.global_value).unsqueeze(2))
 
     def _fused(self, begin: int, end: int) -> Partial:
         """The near keys alone, one block after the other."""
@@ -100,15 +103,14 @@ class NearPart:
         # (batch, tokens, heads, dim + 1), as the kernel writes, seen with the heads first; no mass after the end
         total = self.query.new_zeros(batch, tokens, heads, dim + 1).transpose(1, 2)
         shift = self.query.new_full((batch, tokens, heads, 1), NEVER).transpose(1, 2)
-        rows = [slice(None)] if len(self.ends) == 1 else [slice(i, i + 1) for i in range(batch)]
-        for row, real in zip(rows, self.ends, strict=True):
+        for row, real in self.rows:
             for first in range(start, start + tokens, self.window_size):
                 last = min(first + self.window_size, length)
                 keys = slice(max(first - self.window_size, 0), min(last + self.window_size, real))
                 if keys.start >= keys.stop:
                     break
-                x, y, z = self.query[row, :, first:last], self.key[row, :, keys], self.value[row, :, keys]
-                out, log_mass = _KERNEL(x, y, z, scale=self.scale)
+                queries, key, value = self.query[row, :, first:last], self.key[row, :, keys], self.value[row, :, keys]
+                out, log_mass = _KERNEL(queries, key, value, scale=self.scale)
                 place = slice(first - start, last - start)
                 total[row, :, place, :-1] = out
                 # the sums are divided by the mass already

@@ -60,8 +60,8 @@ def performer_attention(
         (batch, heads, length, value_dim) in the dtype of `value`.
     """
     length, dtype = query.shape[2], value.dtype
-    # a block longer than the rows is the row
-    window_size = min(window_size, length)
+    # a block longer than the rows is the row, and there are no more first tokens than tokens
+    window_size, global_tokens = min(window_size, length), min(global_tokens, length)
     query, key, value = query.float(), key.float(), value.float()
     real_lengths = row_lengths(lengths, length, query.device)
     position = torch.arange(length, device=query.device)

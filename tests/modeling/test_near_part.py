@@ -22,6 +22,8 @@ FEATURES = FeatureMap(feature_map="positive", num_heads=2, head_dim=4, num_featu
 def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tensor]]:
     """Outputs with the kernel and without it."""
 
+    monkeypatch.setattr(near_part, "_LEAST_WINDOW", 1)
+
     def run(inputs: list[Tensor], **settings: object) -> tuple[Tensor, Tensor]:
         def attend() -> Tensor:
             return performer.performer_attention(*inputs, FEATURES, window_size=WINDOW, **settings)
@@ -52,6 +54,16 @@ def test_the_kernel_finds_what_the_exact_part_finds(
     assert fused.isfinite().all()
     real = torch.arange(LENGTH) < (torch.tensor([LENGTH]) if given is None else given)[:, None]
     torch.testing.assert_close(fused * real[:, None, :, None], exact * real[:, None, :, None], rtol=1e-5, atol=1e-5)
+
+
+def test_small_blocks_are_gathered() -> None:
+    query, key, value = (torch.randn(1, 2, 100, 4) for _ in range(3))
+    with torch.no_grad():
+        small, large = (
+            near_part.NearPart(query, key, value, None, window_size=size, global_tokens=0, scale=1.0)
+            for size in (16, 64)
+        )
+    assert not small.fused and large.fused
 
 
 @pytest.mark.parametrize("size", [1e-3, 30.0])

@@ -83,6 +83,16 @@ def test_fast_is_the_reference_in_values_and_gradients(
     )
 
 
+@pytest.mark.parametrize("window_size", [0, 4, 64])
+@pytest.mark.parametrize("length", [1, 3])
+def test_fewer_tokens_than_global_ones(length: int, window_size: int) -> None:
+    assert_values_and_gradients_agree(
+        lambda *x: performer_attention(*x, make_map("positive"), window_size=window_size, global_tokens=5),
+        lambda *x: performer_attention_reference(*x, make_map("positive"), window_size=window_size, global_tokens=5),
+        qkv(length, scale=SCALE),
+    )
+
+
 @pytest.mark.parametrize(("near", "far"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("window_size", "global_tokens"), [(3, 0), (3, 2), (0, 2)])
 def test_a_branch_that_is_off_is_left_out(window_size: int, global_tokens: int, near: bool, far: bool) -> None:
