@@ -213,7 +213,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.axvline(report["guess"], color="0.6", linestyle=":")
     axes.set_yticks(range(len(rows)), [row["column"] for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel("accuracy, interval, and each seed (dotted: the larger class alone)")
+    axes.set_xlabel("accuracy (dots: runs; line: the larger class)")
     save_figure(figure, path)
 
 
