@@ -50,7 +50,8 @@ class NearPart:
         # rows of one length are one batch: (rows, number of their real keys)
         self.rows = [(slice(None), query.shape[2])]
         if lengths is not None and self.fused:
-            self.rows = [(slice(row, row + 1), real) for row, real in enumerate(self.real_lengths.tolist())]
+            ends = self.real_lengths.expand(query.shape[0]).tolist()
+            self.rows = [(slice(row, row + 1), real) for row, real in enumerate(ends)]
 
     def run(self, begin: int, end: int) -> list[Partial]:
         """For the queries of blocks begin .. end - 1: parts of (batch, heads, blocks, window_size, 1 or dim + 1)."""

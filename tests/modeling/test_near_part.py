@@ -40,7 +40,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Te
 @pytest.mark.parametrize("piece", [4, 12, 512])
 @pytest.mark.parametrize("far", [True, False])
 @pytest.mark.parametrize("global_tokens", [0, 1, 6, 11])
-@pytest.mark.parametrize("lengths", [None, [37, 1], [0, 6], [36, 13]])
+@pytest.mark.parametrize("lengths", [None, [20], [37, 1], [0, 6], [36, 13]])
 def test_the_kernel_finds_what_the_exact_part_finds(
     lengths: list[int] | None, global_tokens: int, far: bool, piece: int, both_ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
