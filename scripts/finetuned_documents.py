@@ -191,8 +191,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['epochs']} epochs in batches of {report['batch_size']}, learning rate {report['learning_rate']:g}, "
         f"of the head {report['head_learning_rate']:g}, weight decay 0.01, precision {report['precision']}. 95% "
         f"intervals over the tested documents of all seeds together, differences on the same documents. The larger "
-        f"class alone gets {report['guess']:.3f}. On "
-        f"{machine_text(report['machine'])}."
+        f"class alone gets {report['guess']:.3f}. On {machine_text(report['machine'])}."
     )
     return f"{told}\n\n{table(head, lines)}\n"
 

@@ -73,20 +73,20 @@ def recomputed(function: Callable[..., Any], length: int, *arguments: Any) -> An
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def put_together(pieces: Iterable[Tensor], tokens: int) -> Tensor:
-    """torch.cat of pieces (batch, some of the tokens, ...) as they come, (batch, tokens, ...).
+def put_together(parts: Iterable[Tensor], tokens: int) -> Tensor:
+    """torch.cat of parts (batch, some of the tokens, ...) as they come, (batch, tokens, ...).
 
     Without gradients each is written where it belongs and forgotten: kept until the end, they would all take fresh
     memory, which costs as much as what is computed.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return torch.cat(list(pieces), dim=1)
+        return torch.cat(list(parts), dim=1)
     whole, begin = None, 0
-    for piece in pieces:
+    for part in parts:
         if whole is None:
-            whole = piece.new_empty(piece.shape[0], tokens, *piece.shape[2:])
-        end = begin + piece.shape[1]
-        whole[:, begin:end] = piece
+            whole = part.new_empty(part.shape[0], tokens, *part.shape[2:])
+        end = begin + part.shape[1]
+        whole[:, begin:end] = part
         begin = end
     assert whole is not None and begin == tokens
     return whole

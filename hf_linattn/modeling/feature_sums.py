@@ -142,9 +142,9 @@ class FarSums:
         blocks.append(self.sums[index + 1][:, :, 0] if index + 1 < len(self.sums) else self.start())
         count = len(blocks) - 2
         if torch.is_grad_enabled() or before.device.type != "cpu" or torch.compiler.is_compiling():
-            earlier = list(accumulate(blocks[:count], initial=before))
-            later = list(accumulate(blocks[:2:-1], initial=self.after[index]))[::-1]
-            return torch.stack(earlier[:-1], dim=2) + torch.stack(later, dim=2), earlier[-1]
+            earlier = _running(before, blocks[:count])
+            later = _running(self.after[index], blocks[:2:-1]).flip(2)
+            return earlier[:, :, :-1] + later, earlier[:, :, -1]
         # the same with less memory passed: one addition after the other, each in place
         far = torch.empty_like(self.sums[index])
         places = [*far.unbind(2), torch.empty_like(before)]
@@ -156,6 +156,14 @@ class FarSums:
             place += later_sum
             later_sum += block
         return far, places[-1]
+
+
+def _running(first: Tensor, steps: list[Tensor]) -> Tensor:
+    """first, first + steps[0], first + steps[0] + steps[1], ...: (batch, heads, 1 + steps, ...)."""
+    if first.device.type != "cpu":
+        return torch.stack([first, *steps], dim=2).cumsum(2)
+    # one addition after the other: several times faster on a CPU
+    return torch.stack(list(accumulate(steps, initial=first)), dim=2)
 
 
 def read(query: Features, sums: Tensor, shift: Tensor, signed: bool) -> Partial:

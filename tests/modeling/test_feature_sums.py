@@ -20,10 +20,16 @@ def far_sums(per_block: Tensor, shift: Tensor, size: int) -> tuple[Tensor, Tenso
     return torch.cat(found, dim=2), sums.shift
 
 
-@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize(("gradients", "one_by_one"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 7])
-def test_far_sums_are_of_far_blocks_however_many_a_run_has(blocks: int, gradients: bool) -> None:
-    """In place, or as training adds them up."""
+def test_far_sums_are_of_far_blocks_however_many_a_run_has(
+    blocks: int, gradients: bool, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, or as training adds them up, one by one on a CPU or by a cumulative sum elsewhere."""
+    if not one_by_one:
+        monkeypatch.setattr(
+            "hf_linattn.modeling.feature_sums._running", lambda x, y: torch.stack([x, *y], dim=2).cumsum(2)
+        )
     per_block = torch.randn(2, 3, blocks, 4, 5, dtype=torch.float64)
     shift = torch.randn(2, 3, blocks, 1, 4, dtype=torch.float64)
     # a block without keys
