@@ -58,7 +58,7 @@ class Form:
 
 
 # a good start needs small steps
-_FINE = replace(TRAINING, transfer_steps=0, batch_size=2, learning_rate=1e-5, query_key_lr=1e-4)
+_FINE = replace(TRAINING, transfer_steps=0, batch_size=2, learning_rate=1e-5, query_key_lr=1e-4, projection_lr=1e-3)
 #: The steps are about what two cores do in 20 minutes.
 FORMS = {
     "joined-linformer": Form(
@@ -79,7 +79,7 @@ FORMS = {
     "linformer": Form(
         "Linformer, k=128",
         LinformerConfig(projection_length=128),
-        replace(TRAINING, transfer_steps=250, distil_steps=1000),
+        replace(TRAINING, transfer_steps=400, distil_steps=2200, batch_size=2),
     ),
 }
 

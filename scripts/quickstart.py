@@ -33,7 +33,8 @@ from hf_linattn.evaluate.report import task_tables
 
 LENGTH, LENGTHS = 2048, [512, 2048]
 ATTENTION = LinformerConfig(projection_length=64, window_size=64, global_tokens=1)
-TRAINING = AdaptConfig(transfer_steps=0, distil_steps=60, eval_sequences=8, eval_steps=30)
+# beside a window, projections bear larger steps than alone
+TRAINING = AdaptConfig(transfer_steps=0, distil_steps=60, projection_lr=1e-3, eval_sequences=8, eval_steps=30)
 
 # What someone without the package runs: the modelling files travel with the checkpoint.
 RELOAD = """

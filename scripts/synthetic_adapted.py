@@ -56,6 +56,7 @@ TRAINING = AdaptConfig(
     learning_rate=1e-3,
     query_key_lr=1e-3,
     feature_lr=1e-2,
+    transfer_projection_lr=1e-2,
     projection_lr=1e-2,
     eval_sequences=16,
     eval_steps=1000,

@@ -53,13 +53,20 @@ class AdaptConfig:
         default=4e-2, metadata={"help": "Learning rate of Performer's feature maps in the transfer."}
     )
     transfer_projection_lr: float = field(
-        default=1e-2, metadata={"help": "Learning rate of Linformer's projections in the transfer."}
+        default=1e-3,
+        metadata={
+            "help": "Learning rate of Linformer's projections in the transfer. Convolutions, which have few weights, "
+            "take more (1e-2)."
+        },
     )
     transfer_query_key_lr: float = field(
         default=2e-3, metadata={"help": "Learning rate of query and key weights in the transfer. 0 keeps them."}
     )
     feature_lr: float = field(default=3e-3, metadata={"help": "Learning rate of feature maps in the later stages."})
-    projection_lr: float = field(default=1e-3, metadata={"help": "Learning rate of projections in the later stages."})
+    projection_lr: float = field(
+        default=1e-4,
+        metadata={"help": "Learning rate of projections in the later stages. Convolutions take more (1e-2)."},
+    )
     query_key_lr: float = field(
         default=2e-4, metadata={"help": "Learning rate of query and key weights in the later stages. 0 keeps them."}
     )
