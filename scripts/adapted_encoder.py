@@ -57,7 +57,7 @@ class Form:
         return bool(self.attention.window_size)
 
 
-# a good start needs small steps
+# a good start needs small steps, except for projections, which bear larger ones beside a window than alone
 _FINE = replace(TRAINING, transfer_steps=0, batch_size=2, learning_rate=1e-5, query_key_lr=1e-4, projection_lr=1e-3)
 #: The steps are about what two cores do in 20 minutes.
 FORMS = {
