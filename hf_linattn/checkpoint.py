@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .convert import convert
 from .modeling.configuration_linattn import AttentionConfig
 from .modeling.families import MODEL_TYPE_PREFIX
 from .modeling.modeling_linattn import LinAttnPreTrainedModel
+from .tokenizer import load_tokenizer
 
 # What makes a sentence encoder of a checkpoint, beside the folders that modules.json names.
 _SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -131,10 +132,7 @@ def _put_in_place(folder: Path, target: Path, overwrite: bool) -> None:
 
 def _save_tokenizer(model_id: str | Path, folder: Path, max_length: int, hub_kwargs: dict[str, Any]) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_id), **hub_kwargs)
-        # where there are no files, some versions of Transformers make one up that knows special tokens only
-        if len(tokenizer) <= len(tokenizer.all_special_ids):
-            raise OSError("it would know no words")
+        tokenizer = load_tokenizer(model_id, **hub_kwargs)
     except (OSError, ValueError) as error:
         logging.get_logger(__name__).warning(
             f"No tokenizer was found with {str(model_id)!r}, and none is written ({error})."

@@ -13,7 +13,7 @@ from accelerate.utils import tqdm
 from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .calibration import calibrate, check_calibration
 from .modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig, method_class
@@ -28,6 +28,7 @@ from .modeling.modeling_linattn import (
     position_offset,
     self_attentions,
 )
+from .tokenizer import load_tokenizer
 
 POSITION_EXTENSIONS = ("repeat", "interpolate")
 # Rotary scalings that read the original length out of max_position_embeddings.
@@ -195,7 +196,7 @@ def _init_options(base: PreTrainedModel) -> dict[str, Any]:
 def _tokenizer(base: PreTrainedModel) -> Any:
     if not base.config.name_or_path:
         raise ValueError("tokenizer is missing: the model given tells no folder or Hub id to load it from.")
-    return AutoTokenizer.from_pretrained(base.config.name_or_path)
+    return load_tokenizer(base.config.name_or_path)
 
 
 def _origin(config: PreTrainedConfig) -> dict[str, str]:

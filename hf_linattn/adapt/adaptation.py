@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -16,15 +17,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint import save_checkpoint
 from ..documents import DataConfig, load_documents
 from ..modeling.families import FAMILIES, MODEL_TYPE_PREFIX
 from ..modeling.modeling_linattn import HEAD_CLASSES, MODEL_CLASSES, LinAttnPreTrainedModel
+from ..tokenizer import load_tokenizer
 from . import checkpoints
 from .config import AdaptConfig
 from .distil import Distil
@@ -62,6 +65,12 @@ _MAY_CHANGE = (
 
 # Attributes of modules in which Transformers keeps shares of dropout that act in training mode.
 _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop")
+
+# Fields that a run of an earlier version may not have written down, as it had them.
+_DEFAULTS = {
+    part: {f.name: f.default for f in dataclasses.fields(of) if f.default is not dataclasses.MISSING}
+    for part, of in (("config", AdaptConfig), ("data", DataConfig), ("eval_data", DataConfig))
+}
 
 logger = logging.get_logger(__name__)
 
@@ -133,14 +142,17 @@ class _Run:
         self._check_start()
         self.given_tokenizer = tokenizer is not None
         self.tokenizer = tokenizer if self.given_tokenizer else self._tokenizer()
-        self._check_lengths()
+        self._check_tokenizer()
         self.settings = _settings(self)
         self._check_output()
         self._check_classes()
-        self.accelerator = accelerator or _accelerator(config, self.training)
-        check_processes(config, self.accelerator)
+        self.given_accelerator = accelerator
         self.metrics = MetricsFile(self.training / "metrics.jsonl")
         self.history: list[dict[str, Any]] = []
+        # names of the parameters of which the checkpoint has none
+        self.drawn: list[str] = []
+        # digest of the documents, as the checkpoint has it that the run goes on from
+        self.data_before: str | None = None
 
     # -- checks, before anything is loaded or written ---------------------------------------------
 
@@ -154,7 +166,7 @@ class _Run:
         if self.config.task == "masked-lm" and family.causal:
             raise ValueError(f"task='masked-lm': {family.model_type} is a decoder; use 'causal-lm'.")
 
-    def _check_lengths(self) -> None:
+    def _check_tokenizer(self) -> None:
         max_length = self.start.linattn["max_length"]
         if self.config.sequence_length > max_length:
             raise ValueError(
@@ -166,17 +178,34 @@ class _Run:
             )
         if self.config.task == "masked-lm" and self.tokenizer.mask_token_id is None:
             raise ValueError("task='masked-lm': the tokenizer has no mask token.")
+        if self._finds_padding and self._padding_id is None:
+            raise ValueError("task='sequence-classification': the tokenizer has no token for padding or end of text.")
 
     def _tokenizer(self) -> Any:
         for place in (self.model, self.base):
             name = place if isinstance(place, (str, Path)) else getattr(place, "name_or_path", "")
             if name:
                 try:
-                    tokenizer = AutoTokenizer.from_pretrained(str(name))
+                    return load_tokenizer(name)
                 except (OSError, ValueError):
                     continue
-                return tokenizer
         raise ValueError("tokenizer is missing: none was found with the model or its base.")
+
+    @property
+    def _finds_padding(self) -> bool:
+        """Whether the model looks for padding in the tokens: a decoder's class is that of its last real token."""
+        return self.config.task == "sequence-classification" and FAMILIES[self.start.base_model_type].causal
+
+    @property
+    def _padding_id(self) -> int | None:
+        return next(
+            (
+                token
+                for token in (self.tokenizer.pad_token_id, self.start.pad_token_id, self.tokenizer.eos_token_id)
+                if isinstance(token, int) and token >= 0
+            ),
+            None,
+        )
 
     def _check_classes(self) -> None:
         """Whether the head has the class of each document; of a stream that shows when it is read."""
@@ -189,6 +218,11 @@ class _Run:
         known = set(self.start.label2id if has_head else self._labels)
         if not known:
             return
+        if len(known) == 1:
+            raise ValueError(
+                f"label_column={self.data.resolved().label_column!r}: {known.pop()!r} is the only class; a classifier "
+                "needs two."
+            )
         evaluated = [] if self.eval_data is None else _labels_of(self.eval_data)
         for data, labels in ((self.data, self._labels), (self.eval_data, evaluated)):
             if data is not None and (odd := sorted(set(labels) - known)):
@@ -198,34 +232,65 @@ class _Run:
                 )
 
     def _check_output(self) -> None:
-        if not self.output_dir.exists() or not any(self.output_dir.iterdir()):
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise FileExistsError(f"output_dir={str(self.output_dir)!r} is a file.")
+        # the first things that a run writes: one that was killed there has not begun
+        begun = {self.training, self.training / ".lock", self.training / ".settings.json-new"}
+        if not self.output_dir.exists() or begun.issuperset(self.output_dir.rglob("*")):
             return
         try:
             before = json.loads((self.training / "settings.json").read_text())
+            if not isinstance(before, dict):
+                raise ValueError("it holds no settings")
         except (OSError, ValueError):
             raise FileExistsError(
                 f"output_dir={str(self.output_dir)!r} is not empty, and holds no run that could be continued."
             ) from None
+        if checkpoints.find(self.training / "checkpoint") is None and list(self.output_dir.iterdir()) == [
+            self.training
+        ]:
+            # it ended before anything of it was kept: nothing can be lost
+            return
         for part, values in self.settings.items():
-            known = before.get(part, {}) if isinstance(before, dict) else {}
+            # an earlier version wrote down less, and had what is the default now
+            known = before.get(part, values)
+            defaults = {**values, **_DEFAULTS.get(part, {})} if known else {}
             for name in {**known, **values}:
-                earlier, value = known.get(name), values.get(name)
+                earlier, value = known.get(name, defaults.get(name)), values.get(name)
                 if earlier != value and name not in _MAY_CHANGE:
                     raise FileExistsError(
                         f"output_dir={str(self.output_dir)!r} holds a run with {name}={earlier!r}, not {value!r}; "
                         "write somewhere else, or remove it."
                     )
 
+    def _is_finished(self) -> bool:
+        return (self.output_dir / "config.json").is_file()
+
     # -- the run ------------------------------------------------------------------------------------
 
     def run(self) -> LinAttnPreTrainedModel:
-        with only_one(self.training) if self.accelerator.is_main_process else contextlib.nullcontext():
-            # asked inside the lock: who had it before may have finished; and by one, so that all do the same
-            finished = broadcast_object_list([(self.output_dir / "config.json").is_file()])[0]
-            if not finished:
-                return self._locked()
+        made = self.given_accelerator is None and not AcceleratorState._shared_state
+        try:
+            self.accelerator = self.given_accelerator or _accelerator(self.config, self.training)
+            check_processes(self.config, self.accelerator)
+            with only_one(self.training) if self.accelerator.is_main_process else contextlib.nullcontext():
+                # asked inside the lock: who had it before may have finished; and by one, so that all do the same
+                finished = broadcast_object_list([self._is_finished()])[0]
+                if not finished:
+                    return self._locked()
+                # of a start that was killed between the two
+                self._remove_checkpoints()
+        finally:
+            if made:
+                # the next call, which may want another precision, would be given this one
+                AcceleratorState._reset_state()
         logger.warning(f"{str(self.output_dir)!r} holds the result of this run already; nothing is left to do.")
-        return _load(self.output_dir, None)
+        return _load(self.output_dir, None)[0]
+
+    def _remove_checkpoints(self) -> None:
+        if self.accelerator.is_main_process:
+            for name in ("checkpoint", "best", DIVERGED):
+                checkpoints.remove(self.training / name)
 
     def _locked(self) -> LinAttnPreTrainedModel:
         stages = self.config.stages()
@@ -247,6 +312,7 @@ class _Run:
                 if Progress(**state["progress"]).step:
                     optimizer = checkpoints.read_optimizer(found)
                 self.history = state["history"]
+                self.data_before = state.get("data")
             logger.info(f"Continuing stage {state['stage']} at step {state['progress'].get('step', 0)}.")
         names = [name for name, _ in stages]
         if self.accelerator.is_main_process:
@@ -274,11 +340,17 @@ class _Run:
     ) -> dict[str, Tensor]:
         """Train one stage; what it ends with is the first checkpoint of the next one, and returned."""
         sequences = self._sequences(name, self.data, self.config.eval_sequences if self.eval_data is None else 0)
+        digest = sequences.digest()
+        if progress.step and self.data_before not in (None, digest):
+            raise ValueError(
+                f"dataset={self.data.dataset!r} is not what it was when the last checkpoint was written: put back what "
+                "it was, or write somewhere else."
+            )
         student = self._student()
         needs_teacher = name != "task" or self.config.task_distillation
         # of the weights that the run began with, not of those that it has come to
         teacher = softmax_teacher(student, self.base).float() if needs_teacher else None
-        model: Any = add_adapter(student, self.config) if self.config.lora_rank else student
+        model: Any = add_adapter(student, self.config, self.drawn) if self.config.lora_rank else student
         if tensors is not None:
             checkpoints.load_model_state(model, tensors)
         choose_trained(model, self.config, name)
@@ -294,7 +366,7 @@ class _Run:
         folder, best = self.training / "checkpoint", self.training / "best"
 
         def save(weights: dict[str, Tensor], moments: dict[str, Tensor] | None, progress: Progress) -> None:
-            state = {"stage": index, "progress": dataclasses.asdict(progress), "history": self.history}
+            state = {"stage": index, "progress": dataclasses.asdict(progress), "history": self.history, "data": digest}
             checkpoints.write(folder, weights, moments, state)
 
         def save_best(weights: dict[str, Tensor], progress: Progress) -> None:
@@ -304,7 +376,10 @@ class _Run:
             checkpoints.write(self.training / DIVERGED, weights, None, {"stage": index, "step": progress.step})
 
         kept = checkpoints.find(best)
-        found = None if kept is None else checkpoints.read_state(kept)
+        found = None
+        if kept is not None:
+            with checkpoints.readable(kept):
+                found = checkpoints.read_state(kept)
         if self.config.keep_best and found != {"stage": index, "step": progress.best_step}:
             # killed after an evaluation that came after the checkpoint: it will come again, and be the best again
             progress.best_loss, progress.best_step = math.inf, -1
@@ -325,7 +400,7 @@ class _Run:
             steps=steps,
             rows=self._rows(name, sequences, student, progress.step),
             evaluation=self._evaluation(name, sequences, student),
-            padding_id=self.tokenizer.pad_token_id or 0,
+            padding_id=self._padding_id or 0,
             record=record,
             save=save,
             save_best=save_best,
@@ -337,7 +412,8 @@ class _Run:
         if self.config.keep_best and -1 < progress.best_step < steps:
             kept = checkpoints.find(best)
             assert kept is not None and checkpoints.read_state(kept) == {"stage": index, "step": progress.best_step}
-            tensors, chosen = checkpoints.read_model(kept), progress.best_step
+            with checkpoints.readable(kept):
+                tensors, chosen = checkpoints.read_model(kept), progress.best_step
         if chosen == 0:
             best_loss = f"{progress.best_loss:.3g}"
             logger.warning(f"Stage {name!r} is left as it began: no evaluation was better than the first, {best_loss}.")
@@ -358,10 +434,12 @@ class _Run:
     def _student(self) -> LinAttnPreTrainedModel:
         """A fresh model, as the run began with."""
         if isinstance(self.model, LinAttnPreTrainedModel):
-            student = copy.deepcopy(self.model).cpu()
+            student, self.drawn = copy.deepcopy(self.model).cpu(), []
         else:
             labels = self._labels if self.config.task == "sequence-classification" else None
-            student = _load(self.model, self.config.task, labels)
+            student, self.drawn = _load(self.model, self.config.task, labels)
+        if self._finds_padding:
+            student.config.pad_token_id = self._padding_id
         wanted = HEADS.get(self.config.task or "")
         if wanted and type(student) is not MODEL_CLASSES[wanted].get(student.config.base_model_type):
             raise ValueError(f"task={self.config.task!r} needs a model for {wanted}, not {type(student).__name__}.")
@@ -441,7 +519,9 @@ class _Run:
 
     def _finished(self, tensors: dict[str, Tensor] | None) -> LinAttnPreTrainedModel:
         student = self._student()
-        model: Any = add_adapter(student, self.config) if self.config.lora_rank else student
+        # what PEFT writes down of it, as a name that means something elsewhere
+        student.name_or_path = student.config.name_or_path = _name_of(self.model) or ""
+        model: Any = add_adapter(student, self.config, self.drawn) if self.config.lora_rank else student
         assert tensors is not None
         checkpoints.load_model_state(model, tensors)
         if self.accelerator.is_main_process and self.config.lora_rank:
@@ -458,8 +538,7 @@ class _Run:
         student.config.linattn_training = self._record()
         if self.accelerator.is_main_process:
             self._write(student)
-            for name in ("checkpoint", "best", DIVERGED):
-                shutil.rmtree(self.training / name, ignore_errors=True)
+        self._remove_checkpoints()
         return student.requires_grad_(True).eval()
 
     def _record(self) -> dict[str, Any]:
@@ -553,13 +632,21 @@ def _config_of(model: str | Path | LinAttnPreTrainedModel) -> Any:
     if name.removeprefix("LinAttn") not in HEAD_CLASSES[family]:
         known = ", ".join(repr(f"LinAttn{head}") for head in HEAD_CLASSES[family])
         raise ValueError(f"model={str(model)!r}: architectures={config.architectures!r} must name one of {known}.")
+    if name.endswith("ForMultipleChoice"):
+        raise ValueError(f"model={str(model)!r} is a {name}: of heads over several texts at once, none can be adapted.")
     if not isinstance(config.linattn.get("max_length"), int):
         raise ValueError(f"model={str(model)!r}: linattn.max_length is missing from its config.json.")
     return config
 
 
-def _load(folder: str | Path, task: str | None, labels: list[str] | None = None) -> LinAttnPreTrainedModel:
-    """A converted model with the head that a task needs, or with the one that it was saved with."""
+def _load(
+    folder: str | Path, task: str | None, labels: list[str] | None = None
+) -> tuple[LinAttnPreTrainedModel, list[str]]:
+    """A converted model with the head that a task needs, or with the one that it was saved with.
+
+    Returns:
+        The model, and the names of the parameters that were drawn, because the checkpoint has none.
+    """
     config: Any = _config_of(folder)
     family = config.base_model_type
     name = config.architectures[0]
@@ -573,9 +660,11 @@ def _load(folder: str | Path, task: str | None, labels: list[str] | None = None)
         # the weights of a head that is not in the checkpoint are drawn anew: the same on every start
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return wanted.from_pretrained(str(folder), config=config).eval()
+            loaded: Any = wanted.from_pretrained(str(folder), config=config, output_loading_info=True)
+        model, report = loaded
+        return model.eval(), sorted(report["missing_keys"])
     cls = HEAD_CLASSES[family][name.removeprefix("LinAttn")]
-    return cls.from_pretrained(str(folder), config=config).eval()
+    return cls.from_pretrained(str(folder), config=config).eval(), []
 
 
 def _checkpoint_gradients(student: LinAttnPreTrainedModel, *, dropout: bool) -> None:
@@ -602,8 +691,26 @@ def _settings(run: _Run) -> dict[str, Any]:
         # as JSON has it, which it is compared with
         "attention": {"linattn": json.loads(json.dumps(run.start.linattn))},
         "names": {"model": _name_of(run.model), "base": _name_of(run.base)},
+        "weights": {"model": _digest(run.model, run.start)},
     }
     return settings
+
+
+def _digest(model: str | Path | LinAttnPreTrainedModel, config: Any) -> str:
+    """What tells apart models of the same name: of their weights, or of a Hub id its commit."""
+    digest = hashlib.sha256()
+    if isinstance(model, LinAttnPreTrainedModel):
+        for name, tensor in sorted(model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    elif (folder := Path(model).expanduser()).is_dir():
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                while part := file.read(1 << 24):
+                    digest.update(part)
+    else:
+        return str(getattr(config, "_commit_hash", None))
+    return digest.hexdigest()
 
 
 def _name_of(model: Any) -> str | None:

@@ -132,6 +132,12 @@ def find(folder: Path) -> Path | None:
     return None
 
 
+def remove(folder: Path) -> None:
+    """The checkpoint, and what a start that was killed left of it."""
+    for candidate in (folder, *(folder.with_name(f".{folder.name}-{kind}") for kind in ("new", "old"))):
+        shutil.rmtree(candidate, ignore_errors=True)
+
+
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
     """Around reading a checkpoint: what is wrong with its files becomes one error that says what to do.

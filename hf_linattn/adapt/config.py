@@ -171,6 +171,8 @@ class AdaptConfig:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}."
             )
+        if self.shuffle_pool < self.batch_size:
+            raise ValueError(f"shuffle_pool={self.shuffle_pool} is less than batch_size={self.batch_size}.")
         if self.lora_targets is not None and not self.lora_rank:
             raise ValueError(f"lora_targets={self.lora_targets!r} needs a lora_rank above 0.")
         targets = self.lora_targets

@@ -13,7 +13,7 @@ from .stage import Batch, Stage, StageOutput, in_precision_of, inputs_of
 class Distil(Stage):
     """Loss of an encoder: hidden_weight * relative error of the hidden states, averaged over the layers, +
     embedding_weight * (1 - cosine of the pooled embedding). Loss of a decoder: hidden_weight * the same
-    (where it is not 0) + logits_weight * KL of the next token.
+    + logits_weight * KL of the next token. A decoder that predicts no next token learns as an encoder.
     """
 
     name = "distil"
@@ -32,6 +32,7 @@ class Distil(Stage):
     ) -> None:
         super().__init__(model, student, teacher)
         self.causal = FAMILIES[student.config.base_model_type].causal
+        self.next_token = self.causal and student.get_output_embeddings() is not None
         self.hidden_weight, self.embedding_weight, self.logits_weight = hidden_weight, embedding_weight, logits_weight
         self.temperature, self.pooling = temperature, pooling
 
@@ -51,7 +52,7 @@ class Distil(Stage):
                 for index, (x, y) in enumerate(zip(ours, theirs, strict=True))
             }
             metrics["hidden_error"] = errors.mean(0).sum()
-        if self.causal:
+        if self.next_token:
             kl = divergence(found.logits, wanted.logits, real, self.temperature)
             loss, metrics["kl"] = loss + self.logits_weight * kl, kl.detach().sum()
         else:

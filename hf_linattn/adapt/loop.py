@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,7 @@ from .config import AdaptConfig
 from .groups import learning_rates, trained_by_group
 from .monitor import attention_statistics, first_non_finite
 from .sequences import collate
-from .stage import Batch, Stage, branches
+from .stage import Batch, Stage, StageOutput, branches
 
 Rows = list[dict[str, Any]]
 
@@ -123,10 +123,11 @@ class Loop:
                 rows = self.rows(progress.step)
                 loss, metrics = self._forward_backward(wrapped, rows, progress.step)
                 logged = (progress.step + 1) % config.log_steps == 0 or progress.step + 1 == self.steps
+                norms = self._gradient_norms(names)
                 if logged:
-                    metrics |= self._gradient_norms(stage.model, scaler, optimizer)
+                    metrics |= self._norms_by_group(stage.model, norms)
                 norm = accelerator.clip_grad_norm_([p for p in names if p.requires_grad], config.max_grad_norm)
-                self._stop_if_not_finite(stage, loss, norm, rows, progress)
+                self._check_step(stage, loss, norm, norms, rows, progress)
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.step += 1
@@ -143,7 +144,7 @@ class Loop:
                 if self.evaluation and (progress.step % config.eval_steps == 0 or last):
                     self._evaluate(wrapped, stage, progress)
                 if progress.step % config.checkpoint_steps == 0 or last:
-                    self._checkpoint(stage, optimizer, names, progress)
+                    self._checkpoint(stage, optimizer, names, rows, progress)
                 bar.update(1)
         finally:
             bar.close()
@@ -188,18 +189,17 @@ class Loop:
         chance = random.Random(f"{self.config.seed} {stage.name} {step}")
         near = chance.random() >= self.config.window_dropout
         torch.manual_seed(chance.getrandbits(40) * accelerator.num_processes + accelerator.process_index)
-        # gradients are averaged over the processes, and the loss is a sum over rows
-        # and of a batch in which nothing has a label it is 0
-        factor = accelerator.num_processes / max(stage.weight(rows), 1)
         parts = self._parts(rows)
         total = torch.zeros((), device=accelerator.device)
         metrics: dict[str, Any] = {}
         for index, part in enumerate(parts):
             quiet = accelerator.no_sync(wrapped) if index + 1 < len(parts) else contextlib.nullcontext()
+            # gradients are averaged over the processes, and the loss is a sum over rows
             with quiet, branches(stage.student, near=near):
                 out = wrapped(self._batch(part))
-                accelerator.backward(out.loss * factor)
-            total = total + out.loss.detach() * factor
+                loss = _share(out, stage, rows) * accelerator.num_processes
+                accelerator.backward(loss)
+            total = total + loss.detach()
             for name, value in out.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value.detach() * accelerator.num_processes / len(rows)
         return self._mean(total, metrics)
@@ -210,39 +210,53 @@ class Loop:
         loss_value, *rest = self.accelerator.reduce(values, "mean").tolist()
         return loss_value, dict(zip(metrics, rest, strict=True))
 
-    def _gradient_norms(self, model: nn.Module, scaler: Any, optimizer: Any) -> dict[str, float]:
-        if scaler is not None:
-            self.accelerator.unscale_gradients(optimizer)
-        norms = {}
-        for name, members in trained_by_group(model):
-            squares = [_norm(p.grad) ** 2 for _, p in members if p.grad is not None]
-            # DeepSpeed has taken its step by now, and the gradients with it
-            if squares:
-                norms[f"gradient_norm/{name}"] = math.sqrt(sum(squares))
-        return norms
+    def _gradient_norms(self, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
+        """Of each parameter, as they are before clipping: by a norm of NaN, that makes NaN of all gradients.
 
-    def _stop_if_not_finite(
-        self,
-        stage: Stage,
-        loss: float,
-        norm: Any,
-        rows: Rows,
-        progress: Progress,
+        Of sharded ones they are put together where they are asked for.
+        """
+        # DeepSpeed has taken its step by now, and the gradients with it
+        return {name: torch.linalg.vector_norm(p.grad) for p, name in names.items() if p.grad is not None}
+
+    def _norms_by_group(self, model: nn.Module, norms: dict[str, Tensor]) -> dict[str, float]:
+        scaler = getattr(self.accelerator, "scaler", None)
+        # clipping takes the scale out, and may do so once
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        by_group = {}
+        for group, members in trained_by_group(model):
+            of_group = [checkpoints.whole(norms[name]) for name, _ in members if name in norms]
+            if of_group:
+                by_group[f"gradient_norm/{group}"] = torch.stack(of_group).norm().item() / scale
+        return by_group
+
+    def _check_step(
+        self, stage: Stage, loss: float, norm: Any, norms: dict[str, Tensor], rows: Rows, progress: Progress
     ) -> None:
         # a scaler of float16 meets Inf gradients as a matter of course, and skips those steps
         scaled = getattr(self.accelerator, "scaler", None) is not None
-        if math.isfinite(loss) and (scaled or norm is None or math.isfinite(float(norm))):
-            return
-        where = first_non_finite(stage, stage.model, self._batch(self._parts(rows)[0]))
+        if not math.isfinite(loss) or not (scaled or norm is None or math.isfinite(float(norm))):
+            found = f"the loss is {loss} and the gradient norm {norm if norm is None else float(norm)}"
+            self._stop(stage, progress, progress.step + 1, found, self._parts(rows)[0], norms)
+
+    def _stop(
+        self,
+        stage: Stage,
+        progress: Progress,
+        step: int,
+        found: str,
+        rows: Rows,
+        gradient_norms: dict[str, Tensor] | None = None,
+    ) -> NoReturn:
+        """Keep the weights, and say where a number first is not finite."""
+        where = first_non_finite(stage, stage.model, self._batch(rows), gradient_norms or {})
         tensors = self._model_state(stage.model)
         if self.accelerator.is_main_process:
             self.save_diverged(tensors, progress)
         self.accelerator.wait_for_everyone()
         raise FloatingPointError(
-            f"Stage {stage.name!r}, step {progress.step + 1}: the loss is {loss} and the gradient norm "
-            f"{norm if norm is None else float(norm)}; NaN or Inf first in {where}. The weights before this "
-            f"step are in training/{DIVERGED}, the last checkpoint is as it was; go on from it with lower learning "
-            "rates or without mixed precision."
+            f"Stage {stage.name!r}, step {step}: {found}; NaN or Inf first in {where}. The weights after step "
+            f"{progress.step} are in training/{DIVERGED}, the last checkpoint is as it was; go on from it with lower "
+            "learning rates or without mixed precision."
         )
 
     @torch.no_grad()
@@ -261,13 +275,15 @@ class Loop:
             part = rows[starts[min(chosen, len(starts) - 1)] :][:size]
             out = wrapped(self._batch(part))
             counts = float(chosen < len(starts)) * processes
-            total = total + out.loss * counts / max(stage.weight(rows), 1)
+            total = total + _share(out, stage, rows) * counts
             for name, value in out.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value * counts / len(rows)
         for module, training in modes.items():
             module.training = training
         loss, means = self._mean(total, metrics)
         self.record(progress.step, {f"eval/{name}": value for name, value in {"loss": loss, **means}.items()})
+        if not math.isfinite(loss):
+            self._stop(stage, progress, progress.step, f"the loss of the evaluation is {loss}", rows[:size])
         if loss < progress.best_loss:
             progress.best_loss, progress.best_step = loss, progress.step
             if self.config.keep_best and progress.step < self.steps:
@@ -275,8 +291,13 @@ class Loop:
                 if self.accelerator.is_main_process:
                     self.save_best(tensors, progress)
 
-    def _checkpoint(self, stage: Stage, optimizer: Any, names: dict[nn.Parameter, str], progress: Progress) -> None:
+    def _checkpoint(
+        self, stage: Stage, optimizer: Any, names: dict[nn.Parameter, str], rows: Rows, progress: Progress
+    ) -> None:
         model = self._model_state(stage.model)
+        # no step may come after the last one to notice
+        if not all(bool(tensor.isfinite().all()) for tensor in model.values()):
+            self._stop(stage, progress, progress.step, "a weight is NaN or Inf", self._parts(rows)[0])
         tensors = checkpoints.optimizer_state(_inner(optimizer), names)
         if self.accelerator.is_main_process:
             self.save(model, tensors, progress)
@@ -288,18 +309,31 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _norm(tensor: Tensor) -> float:
-    norm = torch.linalg.vector_norm(tensor.detach().float())
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+def _share(out: StageOutput, stage: Stage, rows: Rows) -> Tensor:
+    """What a part of the batch `rows` adds to the batch's loss: 0 of one in which nothing has a label."""
+    loss = out.loss / max(stage.weight(rows), 1)
+    return loss if out.beside is None else loss + out.beside / len(rows)
 
 
 def check_processes(config: AdaptConfig, accelerator: Accelerator) -> None:
-    """Whether every process gets the same number of rows, and whole parts, and DeepSpeed shards what it may.
+    """Whether every process gets the same number of rows, and whole parts, and Accelerate does as it was told.
 
     Raises:
         ValueError: it does not.
     """
     processes = accelerator.num_processes
+    if (precision := config.mixed_precision) not in (None, accelerator.mixed_precision):
+        raise ValueError(
+            f"mixed_precision={precision!r}, and the Accelerator has {accelerator.mixed_precision!r}: leave it out, or "
+            "make the Accelerator with it."
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise ValueError("mixed_precision='fp16' is not supported on a CPU by Accelerate: use 'bf16' or 'no'.")
+    if (accumulated := accelerator.gradient_accumulation_steps) != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={accumulated} of Accelerate must be 1: gradients of parts of "
+            "micro_batch_size add up to those of batch_size."
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if config.micro_batch_size is not None:
             raise ValueError("micro_batch_size is not supported with DeepSpeed, which takes a step after each part.")

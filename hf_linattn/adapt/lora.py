@@ -1,36 +1,66 @@
 """LoRA by peft: low-rank adapters on the linear layers, with feature maps and projections saved beside them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
 from .config import AdaptConfig
 
 
-def add_adapter(model: LinAttnPreTrainedModel, config: AdaptConfig) -> PeftModel:
+def add_adapter(model: LinAttnPreTrainedModel, config: AdaptConfig, drawn: Iterable[str] = ()) -> PeftModel:
     """The model in an adapter; the linear attention is copied into the adapter and trained there in full.
 
+    Args:
+        model: the model.
+        config: the settings.
+        drawn: parameters that no checkpoint had. The modules that are made of them alone are trained in full too, and
+            saved with the adapter, which would not fit what another load draws.
+
     Raises:
-        ValueError: the projections are shared by all layers, of which the adapter would make copies.
+        ValueError: the projections are shared by all layers, of which the adapter would make copies; or the output
+            layer, which is the embedding too, is to have an adapter.
     """
     if getattr(model.attention_config, "sharing", None) == "layers":
         raise ValueError("lora_rank: sharing='layers' cannot go into an adapter; train the whole model.")
-    head = [name for name in ("classifier", "score", "qa_outputs") if hasattr(model, name)]
+    heads = [name for name in ("classifier", "score", "qa_outputs") if hasattr(model, name)]
+    in_full = list(dict.fromkeys([*heads, *_modules_of(model, set(drawn))]))
+    # PEFT trains in full whatever ends in such a name, and fails where that has an adapter already
+    matched = [name for name, _ in model.named_modules() if name.endswith(tuple(in_full))] if in_full else []
     options: dict[str, Any] = {
         "r": config.lora_rank,
         "lora_alpha": 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": "all-linear" if config.lora_targets is None else config.lora_targets,
-        "modules_to_save": ["linattn", *head],
+        "modules_to_save": ["linattn", *in_full],
+        "exclude_modules": matched or None,
         # Conv1D keeps its matrix the other way round
         "fan_in_fan_out": model.config.base_model_type == "gpt2",
     }
     # half of each adapter is drawn: the same on every start
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        return get_peft_model(model, LoraConfig(**options))
+        adapted = get_peft_model(model, LoraConfig(**options))
+    output = model.get_output_embeddings()
+    if getattr(model.config, "tie_word_embeddings", False) and isinstance(output, BaseTunerLayer):
+        raise ValueError(
+            f"lora_targets={config.lora_targets!r}: the output layer is the embedding too, and cannot be merged."
+        )
+    return adapted
+
+
+def _modules_of(model: nn.Module, parameters: set[str]) -> list[str]:
+    """The largest modules all of whose parameters are in `parameters`."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
+        if own and parameters.issuperset(own) and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def merged(model: PeftModel) -> LinAttnPreTrainedModel:

@@ -23,11 +23,13 @@ class MetricsFile:
     def take_back(self, stages: list[str], step: int) -> None:
         """Keep the lines of earlier stages, and of the last one of `stages` those up to `step`."""
         kept = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+        for line in self.path.read_text(errors="replace").splitlines() if self.path.exists() else []:
             try:
                 row = json.loads(line)
             except ValueError:
                 continue  # half a line: the run was killed while it wrote
+            if not isinstance(row, dict) or not {"stage", "step"} <= row.keys():
+                continue
             if row["stage"] in stages[:-1] or (row["stage"] == stages[-1] and row["step"] <= step):
                 kept.append(line)
         beside = self.path.with_name(f".{self.path.name}-new")
@@ -59,8 +61,11 @@ def attention_statistics(model: LinAttnPreTrainedModel) -> dict[str, float]:
 
 
 @torch.no_grad()
-def first_non_finite(stage: Stage, model: nn.Module, batch: Batch) -> str:
-    """In words, where a batch first gives NaN or Inf: a weight, the output of a module, or a gradient."""
+def first_non_finite(stage: Stage, model: nn.Module, batch: Batch, gradient_norms: dict[str, Tensor]) -> str:
+    """In words, where a batch first gives NaN or Inf: a weight, the output of a module, or a gradient.
+
+    gradient_norms: of each parameter, in the order in which the model has them.
+    """
     for name, parameter in model.named_parameters():
         if not bool(whole(parameter).isfinite().all()):
             return f"the weight {name}"
@@ -82,7 +87,8 @@ def first_non_finite(stage: Stage, model: nn.Module, batch: Batch) -> str:
             handle.remove()
     if found:
         return f"the output of {found[0]}"
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(whole(parameter.grad).isfinite().all()):
+    # gradients are made from the last layer to the first
+    for name, norm in reversed(gradient_norms.items()):
+        if not bool(whole(norm).isfinite()):
             return f"the gradient of {name}"
     return "the loss"

@@ -5,6 +5,7 @@ same batches and takes its own rows, and a resumed run goes on with the next ste
 the order of the data has to be saved.
 """
 
+import hashlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,15 @@ class Sequences:
     def evaluation(self) -> list[Example]:
         """The examples that are held out; they are in no batch."""
         return self._parted(next(self._pools(), []), first=True)[0]
+
+    def digest(self) -> str | None:
+        """What tells these examples from others; of a stream, which nobody has read yet, None."""
+        if self.data.resolved().streaming:
+            return None
+        digest = hashlib.sha256()
+        for example in self._all_examples:
+            digest.update(repr(example).encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
     def first(self) -> list[Example]:
         """`held_out` examples, or all if they are fewer."""
@@ -177,6 +187,9 @@ def tokenize(
     rows: list[dict[str, Any]] = [
         {"input_ids": ids} for ids in tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
     ]
+    for row, example in zip(rows, examples, strict=True):
+        if not row["input_ids"]:
+            raise ValueError(f"tokenizer: it makes no token of {example.text[:40]!r}.")
     if label_ids is not None:
         for row, example in zip(rows, examples, strict=True):
             if example.label not in label_ids:

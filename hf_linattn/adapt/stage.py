@@ -18,10 +18,12 @@ class StageOutput(NamedTuple):
 
     loss: scalar; divided by the batch's weight it is the loss.
     metrics: scalars; divided by the number of rows they are means.
+    beside: scalar or None; divided by the number of rows it is added to the loss.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    beside: Tensor | None = None
 
 
 class Stage(nn.Module):

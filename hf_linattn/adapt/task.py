@@ -55,21 +55,18 @@ class Task(Stage):
         if self.task == "causal-lm":
             logits, labels = logits[:, :-1], labels[:, 1:]
         # one row for each label: (rows, classes)
-        logits, labels = logits.float().flatten(0, -2), labels.flatten()
-        loss = F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
+        loss = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction="sum")
         with torch.no_grad():
-            labelled = labels != _IGNORED
-            right = ((logits.argmax(-1) == labels) & labelled).sum()
-            # per row of the batch, as all metrics are
-            rows = len(batch["input_ids"])
-            metrics = {"accuracy": right * rows / labelled.sum().clamp_min(1)}
-        if (distil := self._distil[0]) is not None:
-            # from rows to labelled tokens, which the sum is divided by
-            per_row = labelled.sum() / rows
-            beside = distil(batch)
-            loss = loss + self.distillation * per_row * beside.loss
-            metrics |= beside.metrics
-        return StageOutput(loss, metrics)
+            # the labels of each row: (rows, 1) of classes, (rows, length) of tokens
+            right = (logits.argmax(-1) == labels).reshape(len(labels), -1)
+            labelled = (labels != _IGNORED).reshape(len(labels), -1)
+            # of each row its share, so that parts of a batch add up
+            shares = (right & labelled).sum(-1) / labelled.sum(-1).clamp_min(1)
+        metrics = {"accuracy": shares.sum()}
+        if (distil := self._distil[0]) is None:
+            return StageOutput(loss, metrics)
+        beside = distil(batch)
+        return StageOutput(loss, metrics | beside.metrics, self.distillation * beside.loss)
 
 
 def add_labels(

@@ -4,10 +4,9 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from ..convert import convert
+from ..convert import POSITION_EXTENSIONS, convert
 from ..modeling.configuration_linattn import LinformerConfig
 from ..modeling.families import FAMILIES, Family
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
@@ -20,7 +19,7 @@ def softmax_teacher(
     """The softmax model that a converted one imitates: frozen, with as many positions as `model`.
 
     Args:
-        model: the converted model; positions beyond the base's are taken from its table.
+        model: the converted model.
         base: the Hub id, folder or loaded model that `model` was converted from. Default: `model` itself, whose
             weights are those of its base until they are trained.
 
@@ -39,9 +38,13 @@ def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel,
     options: dict[str, Any] = {}
     if not isinstance(base, PreTrainedModel):
         options = {"auto_class": "AutoModelForCausalLM" if family.causal else "AutoModel", "dtype": model.dtype}
+    options["max_length"] = model.config.linattn["max_length"]
     # of the conversion, only the longer table of positions stays
-    max_length = model.config.linattn["max_length"]
-    teacher = convert(base, LinformerConfig(projection_length=1), max_length=max_length, **options)
+    teachers = [
+        convert(base, LinformerConfig(projection_length=1), position_extension=extension, **options)
+        for extension in (POSITION_EXTENSIONS if family.position_table else POSITION_EXTENSIONS[:1])
+    ]
+    teacher = teachers[0]
     if teacher.config.model_type != model.config.model_type:
         raise ValueError(
             f"base has model_type={teacher.config.base_model_type!r}, and the model to adapt was converted from "
@@ -51,8 +54,13 @@ def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel,
         ours, theirs = getattr(model.config, name), getattr(teacher.config, name)
         if ours != theirs:
             raise ValueError(f"base has {name}={theirs}, and the model to adapt {name}={ours}.")
-    if family.position_table is not None:
-        with torch.no_grad():
-            table = teacher.base_model.get_parameter(family.position_table)
-            table.copy_(model.base_model.get_parameter(family.position_table))
-    return teacher
+    if family.position_table is None:
+        return teacher
+    # how the table of `model` was made longer is not recorded, and its rows may have been trained since
+    ours = model.base_model.get_parameter(family.position_table)
+
+    def distance(teacher: Any) -> float:
+        table = teacher.base_model.get_parameter(family.position_table)
+        return float((table.to(ours) - ours).norm())
+
+    return min(teachers, key=distance)

@@ -13,12 +13,13 @@ from huggingface_hub import snapshot_download
 from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..convert import convert, extend_positions
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.families import FAMILIES, MODEL_TYPE_PREFIX
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, position_offset
+from ..tokenizer import load_tokenizer as saved_tokenizer
 
 #: The names of the two columns of the base model.
 TRUNCATED, EXTENDED = "softmax truncated", "softmax extended"
@@ -99,7 +100,7 @@ def base_length(base: str) -> int:
 
 def load_tokenizer(base: str) -> PreTrainedTokenizerBase:
     """The base model's tokenizer, which cuts nothing unless told to."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer: PreTrainedTokenizerBase = saved_tokenizer(base)
     tokenizer.model_max_length = int(1e9)
     return tokenizer
 

@@ -47,6 +47,7 @@ def write_documents(path: Path, count: int = 24) -> DataConfig:
 def converted_folder(
     folder: Path, config: AttentionConfig = LEARNED, family: str = "bert", auto: str = "AutoModel"
 ) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(folder / "base")
     tiny_model(family, auto).save_pretrained(folder / "base")
     convert_checkpoint(folder / "base", folder / "converted", config)

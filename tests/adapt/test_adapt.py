@@ -1,6 +1,7 @@
 """Adaptation of tiny models: what each stage teaches, and that a run is the same however it is parted."""
 
 import json
+import math
 import random
 import sqlite3
 from pathlib import Path
@@ -440,6 +441,9 @@ def test_where_a_number_stops_being_finite() -> None:
     model = converted_model(LEARNED)
     stage = Transfer(model, model, softmax_teacher(model))
     batch = {"input_ids": tokens(12, batch=2)}
-    assert first_non_finite(stage, model, batch) == "the loss"
+    assert first_non_finite(stage, model, batch, {}) == "the loss"
+    # backward goes from the last to the first, and so does what is not finite
+    norms = {"first": torch.tensor(math.nan), "second": torch.tensor(math.inf), "third": torch.tensor(1.0)}
+    assert first_non_finite(stage, model, batch, norms) == "the gradient of second"
     model.encoder.layer[1].attention.self.value.bias.data[3] = float("inf")
-    assert first_non_finite(stage, model, batch) == "the weight encoder.layer.1.attention.self.value.bias"
+    assert first_non_finite(stage, model, batch, norms) == "the weight encoder.layer.1.attention.self.value.bias"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
@@ -19,7 +21,7 @@ from hf_linattn.adapt.loop import DIVERGED
 from hf_linattn.adapt.sequences import Sequences
 from hf_linattn.documents import DataConfig
 
-from .runs import SETTINGS, SHORT, Killed, converted_folder, lines, losses, same_weights
+from .runs import SETTINGS, SHORT, Killed, converted_folder, lines, losses, same_weights, write_documents
 
 DISTIL = {**SHORT, "transfer_steps": 0, "distil_steps": 6}
 
@@ -85,6 +87,29 @@ def test_what_diverged_does_not_replace_the_last_checkpoint(folder: Path, tmp_pa
     assert not (output / "training" / DIVERGED).exists()
 
 
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_what_diverges_in_the_last_step_is_no_result(
+    evaluated: bool, folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step comes after it to notice; an evaluation may, and otherwise the checkpoint does."""
+    step = torch.optim.AdamW.step
+
+    def overflow(optimizer: torch.optim.AdamW, *args: Any) -> Any:
+        step(optimizer, *args)
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].fill_(math.inf)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
+    one = {**DISTIL, "distil_steps": 1, "warmup_steps": 0, "keep_best": False, "eval_sequences": 4 * evaluated}
+    with pytest.raises(FloatingPointError, match=r"step 1: .*NaN or Inf first in the weight encoder"):
+        adapt(folder, tmp_path / "out", AdaptConfig(**one), data=data)
+    monkeypatch.undo()
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert checkpoints.find(tmp_path / "out" / "training" / "checkpoint") is None
+    # nothing was kept, and so other settings can lose nothing
+    adapt(folder, tmp_path / "out", AdaptConfig(**{**one, "seed": 1}), data=data)
+
+
 def test_killed_after_an_evaluation_that_no_checkpoint_knows(
     folder: Path, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +161,109 @@ def test_16_bit_checkpoints_are_trained_in_float32(
 
 
 # -- other data, or another model, than the run began with ----------------------------------------------
+
+
+def test_another_model_of_the_same_name(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    output, settings = tmp_path / "out", AdaptConfig(**DISTIL)
+    adapt(folder, output, settings, data=data)
+    other = tmp_path / folder.name
+    shutil.copytree(folder, other)
+    adapt(other, output, settings, data=data)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FileExistsError, match=r"holds a run with model='.*', not '.*'"):
+        adapt(other, output, settings, data=data)
+
+
+def test_other_documents_of_the_same_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, output, settings = write_documents(tmp_path / "data.jsonl"), tmp_path / "out", AdaptConfig(**DISTIL)
+    original = checkpoints.write
+
+    def write(*args: Any) -> None:
+        original(*args)
+        if args[0].name == "checkpoint":
+            raise Killed
+
+    monkeypatch.setattr(checkpoints, "write", write)
+    with pytest.raises(Killed):
+        adapt(folder, output, settings, data=data)
+    monkeypatch.undo()
+    write_documents(tmp_path / "data.jsonl", 40)
+    with pytest.raises(ValueError, match=r"dataset='.*data.jsonl' is not what it was"):
+        adapt(folder, output, settings, data=data)
+    write_documents(tmp_path / "data.jsonl")
+    adapt(folder, output, settings, data=data)
+
+
+def test_a_run_of_an_earlier_version_goes_on(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    """It wrote down fewer settings, and had what is the default of the others."""
+    output = tmp_path / "out"
+    adapt(folder, output, AdaptConfig(**DISTIL), data=data)
+    path = output / "training" / "settings.json"
+    settings = json.loads(path.read_text())
+    del settings["weights"], settings["config"]["adam_beta2"], settings["data"]["streaming"]
+    path.write_text(json.dumps(settings))
+    adapt(folder, output, AdaptConfig(**DISTIL), data=data)
+    with pytest.raises(FileExistsError, match=r"holds a run with adam_beta2=0.99, not 0.9;"):
+        adapt(folder, output, AdaptConfig(**DISTIL, adam_beta2=0.9), data=data)
+
+
+# -- starts that came to nothing --------------------------------------------------------------------------
+
+
+def test_killed_before_anything_was_written(
+    folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr("hf_linattn.adapt.adaptation._write_whole", killed)
+    with pytest.raises(Killed):
+        adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["training", ".lock"]
+    monkeypatch.undo()
+    adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
+
+
+def test_a_mistake_may_be_corrected(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    output, settings = tmp_path / "out", AdaptConfig(**DISTIL)
+    with pytest.raises(ValueError, match="'txt'"):
+        adapt(folder, output, settings, data=dataclasses.replace(data, text_column="txt"))
+    adapt(folder, output, settings, data=data)
+
+
+def test_killed_when_the_result_was_there(
+    folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, settings = tmp_path / "out", AdaptConfig(**DISTIL)
+
+    def killed(target: Path) -> None:
+        raise Killed
+
+    monkeypatch.setattr(checkpoints, "remove", killed)
+    with pytest.raises(Killed):
+        adapt(folder, output, settings, data=data)
+    monkeypatch.undo()
+    assert (output / "training" / "checkpoint").is_dir()
+    adapt(folder, output, settings, data=data)
+    assert sorted(path.name for path in (output / "training").iterdir()) == [".lock", "metrics.jsonl", "settings.json"]
+
+
+def test_what_cannot_be_adapted_is_refused(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match=r"output_dir='.*file' is a file"):
+        adapt(folder, tmp_path / "file", AdaptConfig(**DISTIL), data=data)
+    choice = converted_folder(tmp_path / "choice", auto="AutoModelForMultipleChoice")
+    with pytest.raises(ValueError, match="is a LinAttnBertForMultipleChoice"):
+        adapt(choice, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, bare / name)
+    with pytest.raises(ValueError, match="tokenizer is missing"):
+        adapt(bare, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
+    with pytest.raises(ValueError, match="shuffle_pool=2 is less than batch_size=4"):
+        AdaptConfig(**DISTIL, shuffle_pool=2)
 
 
 def test_a_run_goes_on_with_what_it_began_with(folder: Path, tmp_path: Path, data: DataConfig) -> None:

@@ -1,0 +1,61 @@
+"""Adapters: that one, put onto the converted model, is the result."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from hf_linattn.adapt import AdaptConfig, adapt
+from hf_linattn.documents import DataConfig
+
+from ..helpers import tokens
+from .runs import PROJECTED, SHORT, converted_folder
+
+TASK = {**SHORT, "transfer_steps": 0, "distil_steps": 0, "task_steps": 4, "lora_rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "task"),
+    [
+        # no pooler in the checkpoint
+        ("bert", "AutoModelForMaskedLM", "sequence-classification"),
+        ("albert", "AutoModelForMaskedLM", "sequence-classification"),
+        # no head at all
+        ("bert", "AutoModel", "masked-lm"),
+        # one head's name is the end of another's
+        ("distilbert", "AutoModel", "sequence-classification"),
+        ("roberta", "AutoModel", "sequence-classification"),
+        ("gpt2", "AutoModelForCausalLM", "sequence-classification"),
+    ],
+)
+def test_an_adapter_has_what_was_drawn(family: str, head: str, task: str, tmp_path: Path, data: DataConfig) -> None:
+    start = converted_folder(tmp_path, PROJECTED, family, head)
+    labelled = DataConfig(dataset=data.dataset, label_column="kind")
+    adapt(start, tmp_path / "out", AdaptConfig(**TASK, task=task), data=labelled)
+    auto = AutoModelForMaskedLM if task == "masked-lm" else AutoModelForSequenceClassification
+    result = auto.from_pretrained(tmp_path / "out").eval()
+    # draws its own pooler or head
+    torch.manual_seed(1)
+    beside = PeftModel.from_pretrained(auto.from_pretrained(start), tmp_path / "out" / "adapter").eval()
+    ids = tokens(20)
+    torch.testing.assert_close(beside(ids).logits, result(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_names_no_path(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    adapt(folder, tmp_path / "out", AdaptConfig(**{**SHORT, "lora_rank": 2}), data=data)
+    assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "converted"
+    )
+    for file in (tmp_path / "out").rglob("*"):
+        if file.suffix in (".json", ".md"):
+            assert str(folder.parent) not in file.read_text(), file
+
+
+def test_an_output_layer_that_is_the_embedding_has_no_adapter(tmp_path: Path, data: DataConfig) -> None:
+    start = converted_folder(tmp_path, PROJECTED, "gpt2", "AutoModelForCausalLM")
+    config = AdaptConfig(**{**SHORT, "lora_rank": 2, "lora_targets": ["c_attn", "lm_head"]})
+    with pytest.raises(ValueError, match=r"lora_targets=.*lm_head.*the output layer is the embedding too"):
+        adapt(start, tmp_path / "out", config, data=data)
