@@ -57,10 +57,10 @@ def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel,
     if family.position_table is None:
         return teacher
     # how the table of `model` was made longer is not recorded, and its rows may have been trained since
-    ours = model.base_model.get_parameter(family.position_table)
+    ours = model.base_model.get_parameter(family.position_table).detach()
 
     def distance(teacher: Any) -> float:
-        table = teacher.base_model.get_parameter(family.position_table)
+        table = teacher.base_model.get_parameter(family.position_table).detach()
         return float((table.to(ours) - ours).norm())
 
     return min(teachers, key=distance)

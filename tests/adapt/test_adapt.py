@@ -88,6 +88,20 @@ def test_the_teacher_must_fit() -> None:
         softmax_teacher(model, tiny_model("roberta"))
 
 
+@pytest.mark.parametrize("extension", ["repeat", "interpolate"])
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_teacher_has_the_positions_of_its_base(family: str, extension: str) -> None:
+    """Made longer as the model's were, and not those that have been trained since."""
+    model = converted_model(PROJECTED, family, max_length=96, position_extension=extension)
+    inputs = inputs_for("AutoModel", 90)
+    before = outputs_of(softmax_teacher(model), inputs)
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight += 1e-3 * torch.randn_like(
+            model.embeddings.position_embeddings.weight
+        )
+    torch.testing.assert_close(outputs_of(softmax_teacher(model, tiny_model(family)), inputs), before)
+
+
 @pytest.mark.parametrize("family", ["albert", "bert", "distilbert", "gpt2", "llama", "opt"])
 def test_transfer_compares_each_layer_on_the_inputs_of_the_base(family: str) -> None:
     """With the rest of the model as it was, what comes out of the student is the base model's output."""
