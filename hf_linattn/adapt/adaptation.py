@@ -44,15 +44,18 @@ from .transfer import Transfer
 
 #: Folder of the run inside the output folder: settings.json, metrics.jsonl, and while it goes on checkpoint and best.
 TRAINING = "training"
-# What may change between two starts of one run: none of it changes what is learned, or it was changed on purpose.
-_MAY_CHANGE = (
+# What may be another from one start of a run to the next: it does not change what is learned.
+_INDIFFERENT = (
     "micro_batch_size",
     "gradient_checkpointing",
-    "mixed_precision",
     "eval_steps",
     "checkpoint_steps",
     "log_steps",
     "tracker",
+)
+# What may be changed on purpose while a run is not finished, as after a NaN; the result tells of it.
+_MAY_CHANGE = (
+    "mixed_precision",
     "max_grad_norm",
     "transfer_feature_lr",
     "transfer_projection_lr",
@@ -110,11 +113,16 @@ def adapt(
 
     Raises:
         FileExistsError: `output_dir` holds something else, or a run with other settings.
-        FloatingPointError: a loss or gradient is NaN or Inf.
+        FloatingPointError: a loss, a gradient or a weight is NaN or Inf.
         ImportError: the tracker is not installed.
         ValueError: the model, the data and the settings do not fit together.
     """
     config = AdaptConfig() if config is None else config
+    for name, value in (("data", data), ("eval_data", eval_data)):
+        if not isinstance(value, DataConfig) and not (name == "eval_data" and value is None):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; it must be a DataConfig, which names a dataset, folder or file."
+            )
     run = _Run(model, Path(output_dir), config, data, eval_data, base, tokenizer, accelerator)
     return run.run()
 
@@ -135,6 +143,9 @@ class _Run:
             raise ValueError("eval_sequences=0 with eval_data: it must be at least 1, or eval_data left out.")
         self.model, self.base, self.config, self.data, self.eval_data = model, base, config, data, eval_data
         self.output_dir, self.training = output_dir, output_dir / TRAINING
+        # what is changed on purpose by this start, and by all starts
+        self.changed: dict[str, list[Any]] = {}
+        self.changes: list[dict[str, Any]] = []
         check_tracker(config.tracker)
         if config.task == "sequence-classification" and data.resolved().label_column is None:
             raise ValueError("task='sequence-classification' needs a label_column in the data.")
@@ -159,7 +170,10 @@ class _Run:
     def _check_start(self) -> None:
         needs_base = self.config.transfer_steps or self.config.distil_steps or self.config.task_distillation
         if needs_base and self.base is None and getattr(self.start, "linattn_training", None):
-            raise ValueError("base is missing: the model has been trained already, and is no teacher for itself.")
+            raise ValueError(
+                "base is missing: the model has been trained already, and is no teacher for itself; give the softmax "
+                "model that was converted (--base)."
+            )
         family = FAMILIES[self.start.base_model_type]
         if self.config.task == "causal-lm" and not family.causal:
             raise ValueError(f"task='causal-lm': {family.model_type} is an encoder; use 'masked-lm'.")
@@ -257,7 +271,11 @@ class _Run:
             defaults = {**values, **_DEFAULTS.get(part, {})} if known else {}
             for name in {**known, **values}:
                 earlier, value = known.get(name, defaults.get(name)), values.get(name)
-                if earlier != value and name not in _MAY_CHANGE:
+                if earlier == value or name in _INDIFFERENT:
+                    continue
+                if name in _MAY_CHANGE and not self._is_finished():
+                    self.changed[name] = [earlier, value]
+                else:
                     raise FileExistsError(
                         f"output_dir={str(self.output_dir)!r} holds a run with {name}={earlier!r}, not {value!r}; "
                         "write somewhere else, or remove it."
@@ -311,10 +329,11 @@ class _Run:
                 tensors = checkpoints.read_model(found)
                 if Progress(**state["progress"]).step:
                     optimizer = checkpoints.read_optimizer(found)
-                self.history = state["history"]
+                self.history, self.changes = state["history"], state.get("changes", [])
                 self.data_before = state.get("data")
-            logger.info(f"Continuing stage {state['stage']} at step {state['progress'].get('step', 0)}.")
         names = [name for name, _ in stages]
+        if found is not None and state["stage"] < len(stages):
+            self._go_on(names[state["stage"]], state["progress"].get("step", 0))
         if self.accelerator.is_main_process:
             done = [*names, "end"][: state["stage"] + 1]
             # the first evaluation of a stage has step 0, and is made again with it
@@ -328,6 +347,14 @@ class _Run:
             self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
         return model
+
+    def _go_on(self, stage: str, step: int) -> None:
+        """Tell from where, and with what that was changed."""
+        told = "".join(f", {name}={value!r} in place of {earlier!r}" for name, (earlier, value) in self.changed.items())
+        if self.changed:
+            self.changes.append({"stage": stage, "step": step, **self.changed})
+        if self.accelerator.is_main_process:
+            logger.warning(f"Going on from step {step} of stage {stage!r}{told}.")
 
     def _stage(
         self,
@@ -366,8 +393,8 @@ class _Run:
         folder, best = self.training / "checkpoint", self.training / "best"
 
         def save(weights: dict[str, Tensor], moments: dict[str, Tensor] | None, progress: Progress) -> None:
-            state = {"stage": index, "progress": dataclasses.asdict(progress), "history": self.history, "data": digest}
-            checkpoints.write(folder, weights, moments, state)
+            state = {"stage": index, "progress": dataclasses.asdict(progress), "data": digest}
+            checkpoints.write(folder, weights, moments, state | self._past())
 
         def save_best(weights: dict[str, Tensor], progress: Progress) -> None:
             checkpoints.write(best, weights, None, {"stage": index, "step": progress.step})
@@ -414,22 +441,36 @@ class _Run:
             assert kept is not None and checkpoints.read_state(kept) == {"stage": index, "step": progress.best_step}
             with checkpoints.readable(kept):
                 tensors, chosen = checkpoints.read_model(kept), progress.best_step
-        if chosen == 0:
-            best_loss = f"{progress.best_loss:.3g}"
-            logger.warning(f"Stage {name!r} is left as it began: no evaluation was better than the first, {best_loss}.")
+        if chosen == 0 and self.accelerator.is_main_process:
+            logger.warning(
+                f"Stage {name!r} is left as it began: no evaluation was better than the first, "
+                f"{progress.best_loss:.3g}; the last was {progress.last_loss:.3g}. Lower learning rates or more steps "
+                "may help; longer sequences, where those that there are fit into the window."
+            )
         self.history.append(
             {
                 "stage": name,
                 "steps": steps,
                 "chosen_step": chosen,
+                **self._evaluated(progress),
                 "tokens": progress.tokens,
                 "seconds": round(progress.seconds, 1),
             }
         )
         if self.accelerator.is_main_process:
-            checkpoints.write(folder, tensors, None, {"stage": index + 1, "progress": {}, "history": self.history})
+            checkpoints.write(folder, tensors, None, {"stage": index + 1, "progress": {}} | self._past())
         self.accelerator.wait_for_everyone()
         return tensors
+
+    def _past(self) -> dict[str, Any]:
+        return {"history": self.history, "changes": self.changes}
+
+    def _evaluated(self, progress: Progress) -> dict[str, float]:
+        """The loss of a stage's evaluations: of what it began with, and of what it ends with."""
+        if progress.first_loss is None or progress.last_loss is None:
+            return {}
+        end = progress.best_loss if self.config.keep_best else progress.last_loss
+        return {"eval_loss_before": progress.first_loss, "eval_loss": end}
 
     def _student(self) -> LinAttnPreTrainedModel:
         """A fresh model, as the run began with."""
@@ -545,7 +586,8 @@ class _Run:
         """How the model was trained, as plain JSON."""
         earlier = getattr(self.start, "linattn_training", None)
         record = {
-            "base": _name_of(self.base if self.base is not None else self.model),
+            "model": _name_of(self.model),
+            **({} if self.base is None else {"base": _name_of(self.base)}),
             "stages": self.history,
             "steps": sum(stage["steps"] for stage in self.history),
             "tokens": sum(stage["tokens"] for stage in self.history),
@@ -554,7 +596,8 @@ class _Run:
             "data": {**self.settings["data"], "dataset": _name_of(self.data.dataset)},
             "config": self.settings["config"],
         }
-        return record | ({"earlier": earlier} if earlier else {})
+        changes = {"changes": self.changes} if self.changes else {}
+        return record | changes | ({"earlier": earlier} if earlier else {})
 
     def _write(self, model: LinAttnPreTrainedModel) -> None:
         """The files of a full checkpoint, config.json last: without it, nobody takes the folder for a model."""

@@ -18,7 +18,11 @@ class AdaptConfig:
     """
 
     transfer_steps: int = field(
-        default=150, metadata={"help": "Steps of attention transfer: each layer learns its own softmax output."}
+        default=150,
+        metadata={
+            "help": "Steps of attention transfer: each layer learns its own softmax output. 0 does best where there is "
+            "a window with the first token."
+        },
     )
     distil_steps: int = field(
         default=500,

@@ -38,6 +38,9 @@ class Progress:
     seconds: float = 0.0
     best_loss: float = math.inf
     best_step: int = -1
+    # of the evaluations
+    first_loss: float | None = None
+    last_loss: float | None = None
     scaler: dict[str, float] = field(default_factory=dict)
 
 
@@ -284,6 +287,8 @@ class Loop:
         self.record(progress.step, {f"eval/{name}": value for name, value in {"loss": loss, **means}.items()})
         if not math.isfinite(loss):
             self._stop(stage, progress, progress.step, f"the loss of the evaluation is {loss}", rows[:size])
+        progress.first_loss = loss if progress.first_loss is None else progress.first_loss
+        progress.last_loss = loss
         if loss < progress.best_loss:
             progress.best_loss, progress.best_step = loss, progress.step
             if self.config.keep_best and progress.step < self.steps:

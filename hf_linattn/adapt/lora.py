@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
 from .config import AdaptConfig
@@ -44,7 +45,16 @@ def add_adapter(model: LinAttnPreTrainedModel, config: AdaptConfig, drawn: Itera
     # half of each adapter is drawn: the same on every start
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        adapted = get_peft_model(model, LoraConfig(**options))
+        try:
+            adapted = get_peft_model(model, LoraConfig(**options))
+        except ValueError as error:
+            linear = {
+                name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))
+            }
+            raise ValueError(
+                f"lora_targets={config.lora_targets!r}: linear layers of this model are {', '.join(sorted(linear))} "
+                f"({error})"
+            ) from error
     output = model.get_output_embeddings()
     if getattr(model.config, "tie_word_embeddings", False) and isinstance(output, BaseTunerLayer):
         raise ValueError(

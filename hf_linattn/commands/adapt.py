@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, AdaptOptions)
     add_options(parser.add_argument_group("data"), DataConfig)
     add_options(parser.add_argument_group("training"), AdaptConfig)
-    kept = "the same command goes on from the last checkpoint"
+    kept = "the same command goes on from the last checkpoint that there is"
     parser.set_defaults(interrupted=kept)
 
 
@@ -58,3 +58,7 @@ def run(given: dict[str, Any]) -> None:
         processes = PartialState().num_processes
         told = f"{record['steps']} steps, {record['tokens']:,} tokens, {processes} process{'es' * (processes > 1)}"
         print(f"{given['model']} -> {options.output} ({told})")
+        for stage in record["stages"]:
+            if "eval_loss" in stage:
+                before, after = stage["eval_loss_before"], stage["eval_loss"]
+                print(f"{stage['stage']}: loss of the evaluation {before:.4g} -> {after:.4g}")

@@ -200,7 +200,7 @@ def test_no_path_of_this_machine_is_recorded_of_models_that_were_loaded_before(
     model = AutoModel.from_pretrained(folder)
     settings = AdaptConfig(**{**SHORT, "transfer_steps": 1, "distil_steps": 0, "eval_sequences": 0})
     trained = adapt(model, tmp_path / "out", settings, data=data)
-    assert trained.config.linattn_training["base"] == "converted"
+    assert trained.config.linattn_training["model"] == "converted"
     for written in ("config.json", "training/settings.json"):
         assert str(folder.parent) not in (tmp_path / "out" / written).read_text()
 
@@ -212,7 +212,8 @@ def test_the_result_is_a_full_checkpoint_that_tells_how_it_was_trained(
     record = model.config.linattn_training
     assert [stage["stage"] for stage in record["stages"]] == ["transfer", "distil"]
     assert record["steps"] == 8 and record["tokens"] > 8 * 4 * 10
-    assert record["data"]["dataset"] == "documents.jsonl" and record["base"] == "converted"
+    assert record["data"]["dataset"] == "documents.jsonl" and record["model"] == "converted"
+    assert "base" not in record
     assert str(tmp_path) not in json.dumps(record)
     assert sorted(p.name for p in (tmp_path / "out" / "training").glob("[!.]*")) == ["metrics.jsonl", "settings.json"]
     assert {p.name for p in folder.iterdir()} <= {p.name for p in (tmp_path / "out").iterdir()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -208,6 +209,36 @@ def test_a_run_of_an_earlier_version_goes_on(folder: Path, tmp_path: Path, data:
         adapt(folder, output, AdaptConfig(**DISTIL, adam_beta2=0.9), data=data)
 
 
+def test_rates_may_be_changed_while_a_run_goes_on(
+    folder: Path, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The result tells of it; and of a finished run nothing may be changed."""
+    output, settings = tmp_path / "out", AdaptConfig(**DISTIL, learning_rate=1e-4)
+    original = checkpoints.write
+
+    def write(*args: Any) -> None:
+        original(*args)
+        if args[0].name == "checkpoint":
+            raise Killed
+
+    monkeypatch.setattr(checkpoints, "write", write)
+    with pytest.raises(Killed):
+        adapt(folder, output, settings, data=data)
+    monkeypatch.undo()
+    lower = dataclasses.replace(settings, learning_rate=1e-5)
+    monkeypatch.setattr(logging.getLogger("hf_linattn"), "propagate", True)
+    model = adapt(folder, output, lower, data=data)
+    assert "Going on from step 2 of stage 'distil', learning_rate=1e-05 in place of 0.0001." in caplog.text
+    record = model.config.linattn_training
+    assert record["changes"] == [{"stage": "distil", "step": 2, "learning_rate": [1e-4, 1e-5]}]
+    evaluated = [row["eval/loss"] for row in lines(output) if "eval/loss" in row]
+    stage = record["stages"][0]
+    assert [stage["eval_loss_before"], stage["eval_loss"]] == [evaluated[0], min(evaluated)]
+    adapt(folder, output, dataclasses.replace(lower, eval_steps=1), data=data)
+    with pytest.raises(FileExistsError, match=r"holds a run with learning_rate=1e-05, not 0\.0001"):
+        adapt(folder, output, settings, data=data)
+
+
 # -- starts that came to nothing --------------------------------------------------------------------------
 
 
@@ -253,6 +284,8 @@ def test_what_cannot_be_adapted_is_refused(folder: Path, tmp_path: Path, data: D
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match=r"output_dir='.*file' is a file"):
         adapt(folder, tmp_path / "file", AdaptConfig(**DISTIL), data=data)
+    with pytest.raises(TypeError, match="data is a list; it must be a DataConfig"):
+        adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=[{"text": "w5"}])  # type: ignore[arg-type]
     choice = converted_folder(tmp_path / "choice", auto="AutoModelForMultipleChoice")
     with pytest.raises(ValueError, match="is a LinAttnBertForMultipleChoice"):
         adapt(choice, tmp_path / "out", AdaptConfig(**DISTIL), data=data)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.documents import DataConfig
@@ -39,9 +39,13 @@ def test_an_adapter_has_what_was_drawn(family: str, head: str, task: str, tmp_pa
     result = auto.from_pretrained(tmp_path / "out").eval()
     # draws its own pooler or head
     torch.manual_seed(1)
-    beside = PeftModel.from_pretrained(auto.from_pretrained(start), tmp_path / "out" / "adapter").eval()
+    converted = auto.from_pretrained(start, config=AutoConfig.from_pretrained(tmp_path / "out"))
+    beside = PeftModel.from_pretrained(converted, tmp_path / "out" / "adapter").eval()
     ids = tokens(20)
     torch.testing.assert_close(beside(ids).logits, result(ids).logits, rtol=1e-4, atol=1e-5)
+    merged = beside.merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, result(ids).logits, rtol=1e-4, atol=1e-5)
+    assert merged.config.id2label == result.config.id2label
 
 
 def test_an_adapter_names_no_path(folder: Path, tmp_path: Path, data: DataConfig) -> None:
@@ -52,6 +56,14 @@ def test_an_adapter_names_no_path(folder: Path, tmp_path: Path, data: DataConfig
     for file in (tmp_path / "out").rglob("*"):
         if file.suffix in (".json", ".md"):
             assert str(folder.parent) not in file.read_text(), file
+
+
+def test_targets_that_are_none_are_refused(folder: Path, tmp_path: Path, data: DataConfig) -> None:
+    config = AdaptConfig(**{**SHORT, "lora_rank": 2, "lora_targets": ["q_proj"]})
+    with pytest.raises(
+        ValueError, match=r"lora_targets=\['q_proj'\]: linear layers of this model are dense, key, query"
+    ):
+        adapt(folder, tmp_path / "out", config, data=data)
 
 
 def test_an_output_layer_that_is_the_embedding_has_no_adapter(tmp_path: Path, data: DataConfig) -> None:
