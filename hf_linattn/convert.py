@@ -28,7 +28,7 @@ from .modeling.modeling_linattn import (
     position_offset,
     self_attentions,
 )
-from .tokenizer import load_tokenizer
+from .tokenizer import tokenizer_of
 
 POSITION_EXTENSIONS = ("repeat", "interpolate")
 # Rotary scalings that read the original length out of max_position_embeddings.
@@ -135,7 +135,7 @@ def convert(
         model.config.linattn_base = origin
     if calibration_texts is not None:
         check_calibration(model)
-        tokenizer = _tokenizer(base) if tokenizer is None else tokenizer
+        tokenizer = tokenizer_of(base) if tokenizer is None else tokenizer
         length = min(calibration_length, base.config.max_position_embeddings - position_offset(base.config))
         texts = [text for text in checked_texts(calibration_texts, "calibration_texts") if text.strip()]
         documents = tokenizer(texts, truncation=True, max_length=length)["input_ids"] if texts else []
@@ -191,12 +191,6 @@ def _init_options(base: PreTrainedModel) -> dict[str, Any]:
     """What a model was made with beside its config: whether it has a pooler."""
     takes = "add_pooling_layer" in inspect.signature(type(base).__init__).parameters
     return {"add_pooling_layer": False} if takes and getattr(base, "pooler", None) is None else {}
-
-
-def _tokenizer(base: PreTrainedModel) -> Any:
-    if not base.config.name_or_path:
-        raise ValueError("tokenizer is missing: the model given tells no folder or Hub id to load it from.")
-    return load_tokenizer(base.config.name_or_path)
 
 
 def _origin(config: PreTrainedConfig) -> dict[str, str]:

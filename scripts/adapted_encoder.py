@@ -136,7 +136,6 @@ def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
             "setting": form.name,
             "seeds": [r["seed"] for r in runs],
             "calibrated": runs[0]["calibrated"],
-            "train": sorted({r["train"] for r in runs}),
             "stages": [
                 {"stage": s["stage"], "steps": s["steps"], "tokens": [r["training"][i]["tokens"] for r in runs]}
                 for i, s in enumerate(runs[0]["training"])

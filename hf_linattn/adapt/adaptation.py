@@ -260,9 +260,8 @@ class _Run:
             raise FileExistsError(
                 f"output_dir={str(self.output_dir)!r} is not empty, and holds no run that could be continued."
             ) from None
-        if checkpoints.find(self.training / "checkpoint") is None and list(self.output_dir.iterdir()) == [
-            self.training
-        ]:
+        alone = list(self.output_dir.iterdir()) == [self.training]
+        if alone and checkpoints.find(self.training / "checkpoint") is None:
             # it ended before anything of it was kept: nothing can be lost
             return
         for part, values in self.settings.items():

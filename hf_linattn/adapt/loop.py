@@ -107,7 +107,7 @@ class Loop:
                 deepspeed_state.set_weights(parameter, self._uncast.pop(name))
         if optimizer_tensors is not None:
             checkpoints.load_optimizer_state(_inner(optimizer), names, optimizer_tensors)
-        scaler = getattr(accelerator, "scaler", None)
+        scaler = self._scaler
         if scaler is not None and progress.scaler:
             scaler.load_state_dict(progress.scaler)
 
@@ -155,6 +155,11 @@ class Loop:
         accelerator.free_memory()
         return progress, tensors
 
+    @property
+    def _scaler(self) -> Any:
+        """Of the gradients in float16; None in other precisions."""
+        return getattr(self.accelerator, "scaler", None)
+
     def _model_state(self, model: nn.Module) -> dict[str, Tensor]:
         state = checkpoints.model_state(model)
         # what nothing but the cast has changed, as it was
@@ -192,7 +197,7 @@ class Loop:
         chance = random.Random(f"{self.config.seed} {stage.name} {step}")
         near = chance.random() >= self.config.window_dropout
         torch.manual_seed(chance.getrandbits(40) * accelerator.num_processes + accelerator.process_index)
-        parts = self._parts(rows)
+        parts, weight = self._parts(rows), stage.weight(rows)
         total = torch.zeros((), device=accelerator.device)
         metrics: dict[str, Any] = {}
         for index, part in enumerate(parts):
@@ -200,7 +205,7 @@ class Loop:
             # gradients are averaged over the processes, and the loss is a sum over rows
             with quiet, branches(stage.student, near=near):
                 out = wrapped(self._batch(part))
-                loss = _share(out, stage, rows) * accelerator.num_processes
+                loss = _share(out, weight, len(rows)) * accelerator.num_processes
                 accelerator.backward(loss)
             total = total + loss.detach()
             for name, value in out.metrics.items():
@@ -222,9 +227,8 @@ class Loop:
         return {name: torch.linalg.vector_norm(p.grad) for p, name in names.items() if p.grad is not None}
 
     def _norms_by_group(self, model: nn.Module, norms: dict[str, Tensor]) -> dict[str, float]:
-        scaler = getattr(self.accelerator, "scaler", None)
         # clipping takes the scale out, and may do so once
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         by_group = {}
         for group, members in trained_by_group(model):
             of_group = [checkpoints.whole(norms[name]) for name, _ in members if name in norms]
@@ -236,7 +240,7 @@ class Loop:
         self, stage: Stage, loss: float, norm: Any, norms: dict[str, Tensor], rows: Rows, progress: Progress
     ) -> None:
         # a scaler of float16 meets Inf gradients as a matter of course, and skips those steps
-        scaled = getattr(self.accelerator, "scaler", None) is not None
+        scaled = self._scaler is not None
         if not math.isfinite(loss) or not (scaled or norm is None or math.isfinite(float(norm))):
             found = f"the loss is {loss} and the gradient norm {norm if norm is None else float(norm)}"
             self._stop(stage, progress, progress.step + 1, found, self._parts(rows)[0], norms)
@@ -268,6 +272,7 @@ class Loop:
         modes = {module: module.training for module in stage.modules()}
         stage.eval()
         rows, processes = self.evaluation, self.accelerator.num_processes
+        weight = stage.weight(rows)
         size = self.config.micro_batch_size or max(self.config.batch_size // processes, 1)
         total = torch.zeros((), device=self.accelerator.device)
         metrics: dict[str, Any] = {}
@@ -278,7 +283,7 @@ class Loop:
             part = rows[starts[min(chosen, len(starts) - 1)] :][:size]
             out = wrapped(self._batch(part))
             counts = float(chosen < len(starts)) * processes
-            total = total + _share(out, stage, rows) * counts
+            total = total + _share(out, weight, len(rows)) * counts
             for name, value in out.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value * counts / len(rows)
         for module, training in modes.items():
@@ -314,10 +319,10 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _share(out: StageOutput, stage: Stage, rows: Rows) -> Tensor:
-    """What a part of the batch `rows` adds to the batch's loss: 0 of one in which nothing has a label."""
-    loss = out.loss / max(stage.weight(rows), 1)
-    return loss if out.beside is None else loss + out.beside / len(rows)
+def _share(out: StageOutput, weight: int, rows: int) -> Tensor:
+    """What a part adds to the loss of a batch of that weight and number of rows; 0 where nothing has a label."""
+    loss = out.loss / max(weight, 1)
+    return loss if out.beside is None else loss + out.beside / rows
 
 
 def check_processes(config: AdaptConfig, accelerator: Accelerator) -> None:

@@ -22,7 +22,7 @@ from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinearAttention, linear_attention
 from ..report_parts import checkpoint_name
 from ..softmax import AttentionCall, SoftmaxAttention, watch_attention
-from ..tokenizer import load_tokenizer
+from ..tokenizer import tokenizer_of
 from .config import AnalyzeConfig, candidates_for
 from .cost import Cost, linear_layers_operations, measure
 from .spectra import HeadStatistics, LayerStatistics, LayerSums
@@ -188,7 +188,7 @@ def _prepared(
     """The softmax model with room for the documents, and their token ids."""
     base = model if isinstance(model, PreTrainedModel) else _load(str(model), from_pretrained_kwargs)
     if tokenizer is None:
-        tokenizer = load_tokenizer(base.config.name_or_path or "")
+        tokenizer = tokenizer_of(base)
     documents = tokenized(texts, tokenizer, config.length, config.documents, config.seed)
     length = max(len(document) for document in documents)
     return extend_positions(base, length, position_extension=config.position_extension), documents

@@ -2,13 +2,17 @@
 
 import json
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert_checkpoint
+from hf_linattn.adapt import checkpoints
 from hf_linattn.documents import DataConfig
 
 from ..helpers import save_tokenizer, tiny_model
@@ -31,6 +35,25 @@ SETTINGS = {**SHORT, "transfer_steps": 6, "distil_steps": 6}
 
 class Killed(BaseException):
     """Nothing catches it, as nothing catches SIGKILL."""
+
+
+def _is_checkpoint(target: Path, state: dict[str, Any]) -> bool:
+    return target.name == "checkpoint"
+
+
+@contextmanager
+def killed_when(written: Callable[[Path, dict[str, Any]], bool] = _is_checkpoint) -> Iterator[None]:
+    """What is run in it must end as soon as such a checkpoint is there. Default: the first one."""
+    original = checkpoints.write
+
+    def write(target: Path, weights: Any, moments: Any, state: dict[str, Any]) -> None:
+        original(target, weights, moments, state)
+        if written(target, state):
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoints, "write", write)
+        yield
 
 
 def write_documents(path: Path, count: int = 24) -> DataConfig:

@@ -22,7 +22,7 @@ from hf_linattn.adapt.loop import DIVERGED
 from hf_linattn.adapt.sequences import Sequences
 from hf_linattn.documents import DataConfig
 
-from .runs import SETTINGS, SHORT, Killed, converted_folder, lines, losses, same_weights, write_documents
+from .runs import SETTINGS, SHORT, Killed, converted_folder, killed_when, lines, losses, same_weights, write_documents
 
 DISTIL = {**SHORT, "transfer_steps": 0, "distil_steps": 6}
 
@@ -111,23 +111,12 @@ def test_what_diverges_in_the_last_step_is_no_result(
     adapt(folder, tmp_path / "out", AdaptConfig(**{**one, "seed": 1}), data=data)
 
 
-def test_killed_after_an_evaluation_that_no_checkpoint_knows(
-    folder: Path, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_after_an_evaluation_that_no_checkpoint_knows(folder: Path, data: DataConfig, tmp_path: Path) -> None:
     settings = AdaptConfig(**{**SETTINGS, "transfer_steps": 0, "eval_steps": 1, "checkpoint_steps": 4})
     adapt(folder, tmp_path / "unbroken", settings, data=data)
-    original = checkpoints.write
-
-    def write(target: Path, weights: Any, moments: Any, state: dict[str, Any]) -> None:
-        original(target, weights, moments, state)
-        if target.name == "best" and state["step"] > 4:
-            raise Killed
-
     output = tmp_path / "out"
-    monkeypatch.setattr(checkpoints, "write", write)
-    with pytest.raises(Killed):
+    with killed_when(lambda target, state: target.name == "best" and state["step"] > 4):
         adapt(folder, output, settings, data=data)
-    monkeypatch.undo()
     # no evaluation comes before the last step, so that the best of before cannot be found again
     adapt(folder, output, dataclasses.replace(settings, eval_steps=100), data=data)
     adapt(folder, tmp_path / "again", settings, data=data)
@@ -176,19 +165,10 @@ def test_another_model_of_the_same_name(folder: Path, tmp_path: Path, data: Data
         adapt(other, output, settings, data=data)
 
 
-def test_other_documents_of_the_same_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_documents_of_the_same_name(folder: Path, tmp_path: Path) -> None:
     data, output, settings = write_documents(tmp_path / "data.jsonl"), tmp_path / "out", AdaptConfig(**DISTIL)
-    original = checkpoints.write
-
-    def write(*args: Any) -> None:
-        original(*args)
-        if args[0].name == "checkpoint":
-            raise Killed
-
-    monkeypatch.setattr(checkpoints, "write", write)
-    with pytest.raises(Killed):
+    with killed_when():
         adapt(folder, output, settings, data=data)
-    monkeypatch.undo()
     write_documents(tmp_path / "data.jsonl", 40)
     with pytest.raises(ValueError, match=r"dataset='.*data.jsonl' is not what it was"):
         adapt(folder, output, settings, data=data)
@@ -214,17 +194,8 @@ def test_rates_may_be_changed_while_a_run_goes_on(
 ) -> None:
     """The result tells of it; and of a finished run nothing may be changed."""
     output, settings = tmp_path / "out", AdaptConfig(**DISTIL, learning_rate=1e-4)
-    original = checkpoints.write
-
-    def write(*args: Any) -> None:
-        original(*args)
-        if args[0].name == "checkpoint":
-            raise Killed
-
-    monkeypatch.setattr(checkpoints, "write", write)
-    with pytest.raises(Killed):
+    with killed_when():
         adapt(folder, output, settings, data=data)
-    monkeypatch.undo()
     lower = dataclasses.replace(settings, learning_rate=1e-5)
     monkeypatch.setattr(logging.getLogger("hf_linattn"), "propagate", True)
     model = adapt(folder, output, lower, data=data)
@@ -416,21 +387,10 @@ def test_settings_that_would_teach_nothing(settings: dict[str, Any], message: st
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_damaged_checkpoints(
-    file: str, damage: str, tmp_path: Path, folder: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = checkpoints.write
-
-    def write(target: Path, *arguments: Any) -> None:
-        original(target, *arguments)
-        if target.name == "checkpoint":
-            raise Killed
-
+def test_damaged_checkpoints(file: str, damage: str, tmp_path: Path, folder: Path, data: DataConfig) -> None:
     output, settings = tmp_path / "out", AdaptConfig(**DISTIL)
-    monkeypatch.setattr(checkpoints, "write", write)
-    with pytest.raises(Killed):
+    with killed_when():
         adapt(folder, output, settings, data=data)
-    monkeypatch.undo()
     path = output / "training" / "checkpoint" / file
     if damage == "gone":
         path.unlink()
