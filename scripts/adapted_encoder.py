@@ -104,6 +104,8 @@ def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel
     swap = cosines(model)
     measuring = time.process_time()
     config = replace(form.training, seed=seed, mixed_precision=options.mixed_precision)
+    if options.distil_steps is not None:
+        config = replace(config, distil_steps=options.distil_steps)
     model = adapt(model, folder, config, data=DataConfig(dataset=options.train), base=base, tokenizer=tokenizer)
     cpu_seconds = time.process_time() - measuring
     result = {"swap": swap, "adapted": cosines(model)}
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=24, help="How many of each. Default: 24.")
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), help="Default: all.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="Default: 0 1 2.")
+    parser.add_argument("--distil-steps", type=int, help="Steps of distillation. Default: of each form its own.")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="Of the training. Default: no.")
     parser.add_argument("--work", type=Path, default=Path("runs/adapted-encoder"), help="Folder of the runs.")
     parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
