@@ -3,8 +3,8 @@
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from .checkpoint import convert_checkpoint
-from .convert import convert
+from .conversion.checkpoint import convert_checkpoint
+from .conversion.convert import convert
 from .modeling.configuration_linattn import (
     CONFIG_CLASSES,
     AttentionConfig,

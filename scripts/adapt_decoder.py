@@ -38,10 +38,10 @@ from transformers.utils import logging
 
 from hf_linattn import LinformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
-from hf_linattn.report_parts import error_bars, interval_text
+from hf_linattn.utils.reports import error_bars, interval_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

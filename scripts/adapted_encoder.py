@@ -32,9 +32,9 @@ sys.path.remove(str(Path(__file__).resolve().parent))
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_interval
-from hf_linattn.report_parts import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
 
 #: Longest document of the models that come out, and length of what they are trained and measured on.
 MAX_LENGTH, LENGTH = 4096, 512

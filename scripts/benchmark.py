@@ -38,7 +38,7 @@ from transformers.utils import logging
 # the folder of this file, out of which all is imported: `evaluate.py` in it hides the library that the package uses
 sys.path.pop(0)
 
-from hf_linattn.evaluate.memory import PeakMemory
+from hf_linattn.utils.memory import PeakMemory
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -25,9 +25,9 @@ from transformers.utils import logging
 sys.path.remove(str(Path(__file__).resolve().parent))
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.report_parts import interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.reports import interval_text, machine, machine_text, save_figure, table, write_whole
 
 JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
 SETTINGS: dict[str, AttentionConfig] = {

@@ -11,7 +11,7 @@ def token_ids(texts: list[str], tokenizer: Any, length: int, count: int) -> dict
     """Of each file or dataset `count` documents, cut to `length` tokens, by its name without folder and ending."""
     # here and not above: the folder of this file has a script that hides the library `evaluate`, which these import
     from hf_linattn.analyze.analysis import tokenized
-    from hf_linattn.documents import DataConfig, load_documents
+    from hf_linattn.data.documents import DataConfig, load_documents
 
     sets = {}
     for name in texts:

@@ -8,7 +8,7 @@ import sys
 # the folder of this file: its name would hide the library `evaluate`, which the package uses
 sys.path.pop(0)
 
-from hf_linattn.cli import main
+from hf_linattn.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["evaluate", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ accelerate launch --config_file scripts/accelerate/fsdp2.yaml scripts/finetune.p
 
 import sys
 
-from hf_linattn.cli import main
+from hf_linattn.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["adapt", *sys.argv[1:]]))

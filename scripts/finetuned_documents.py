@@ -40,13 +40,13 @@ from transformers.utils import logging
 sys.path.remove(str(Path(__file__).resolve().parent))
 
 import hf_linattn  # noqa: F401  # converted checkpoints load with the auto classes
-from hf_linattn.convert import extend_positions
-from hf_linattn.documents import DataConfig, load_documents
-from hf_linattn.evaluate.columns import EXTENDED, TRUNCATED, load_tokenizer
+from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
+from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, load_tokenizer
 from hf_linattn.evaluate.plots import slug
-from hf_linattn.report_parts import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
 
 #: Parts of the documents, of which each run is tested on one.
 FOLDS = 5

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.convert import extend_positions
+from hf_linattn.conversion.convert import extend_positions
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

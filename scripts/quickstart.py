@@ -26,8 +26,8 @@ sys.path.remove(str(Path(__file__).resolve().parent))
 
 from hf_linattn import LinformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.cost import summarize
-from hf_linattn.documents import DataConfig
+from hf_linattn.conversion.summary import summarize
+from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate import CompareConfig, TaskConfig, compare
 from hf_linattn.evaluate.report import task_tables
 

@@ -27,10 +27,10 @@ from hf_linattn import AttentionConfig, convert
 from hf_linattn.analyze import Analysis, Check, suggest
 from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.analyze.suggest import described
-from hf_linattn.convert import extend_positions
-from hf_linattn.documents import DataConfig, load_documents
+from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.report_parts import interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.reports import interval_text, machine, machine_text, save_figure, table, write_whole
 
 
 def plot(rows: list[dict[str, Any]], unit: str, path: Path) -> None:

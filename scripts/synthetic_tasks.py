@@ -31,9 +31,9 @@ from transformers.utils import logging
 sys.path.pop(0)
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.evaluate.listops import WORDS
-from hf_linattn.evaluate.synthetic import IGNORED, Example, Outcome, SyntheticConfig, make_examples, padded, score
-from hf_linattn.evaluate.vocabulary import Vocabulary
+from hf_linattn.evaluate.tasks.listops import WORDS
+from hf_linattn.evaluate.tasks.synthetic import IGNORED, Example, Outcome, SyntheticConfig, make_examples, padded, score
+from hf_linattn.evaluate.tasks.vocabulary import Vocabulary
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

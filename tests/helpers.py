@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BertTokenizerFast, Cache, GPT2Model, PreTrainedConfig, PreTrainedModel
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
-from hf_linattn.modeling.families import FAMILIES
+from hf_linattn.modeling.architectures import FAMILIES
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS
 from hf_linattn.modeling.modeling_linattn import MODEL_CLASSES
 from hf_linattn.modeling.projections import PROJECTIONS, SHARING

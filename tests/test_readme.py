@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
 from .helpers import POSITIONS, tiny_model
-from .hub_server import Hub
-from .test_hub import hub  # noqa: F401
+from .publish.hub_server import Hub
+from .publish.test_upload import hub  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 #: Hub id in the README -> family and head of the tiny model that stands for it

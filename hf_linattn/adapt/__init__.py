@@ -1,6 +1,6 @@
 """Adaptation of converted models: attention transfer, distillation, task training, LoRA."""
 
-from .adaptation import adapt
 from .config import AdaptConfig
+from .run import adapt
 
 __all__ = ["AdaptConfig", "adapt"]

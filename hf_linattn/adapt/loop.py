@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from . import checkpoints, deepspeed_state
+from .batches import collate
 from .config import AdaptConfig
 from .groups import learning_rates, trained_by_group
-from .monitor import attention_statistics, first_non_finite
-from .sequences import collate
-from .stage import Batch, Stage, StageOutput, branches
+from .metrics_log import attention_statistics, first_non_finite
+from .stages import Batch, Stage, StageOutput, branches
 
 Rows = list[dict[str, Any]]
 

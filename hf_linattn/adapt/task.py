@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
-from .distil import Distil
-from .stage import Batch, Stage, StageOutput, inputs_of
+from .distillation import Distil
+from .stages import Batch, Stage, StageOutput, inputs_of
 
 #: task -> auto class of the head
 HEADS = {

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..convert import POSITION_EXTENSIONS, convert
+from ..conversion.convert import POSITION_EXTENSIONS, convert
+from ..conversion.softmax import SoftmaxAttention
+from ..modeling.architectures import FAMILIES, Family
 from ..modeling.configuration_linattn import LinformerConfig
-from ..modeling.families import FAMILIES, Family
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
-from ..softmax import SoftmaxAttention
 
 
 def softmax_teacher(

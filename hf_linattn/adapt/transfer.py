@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..modeling.families import FAMILIES
+from ..modeling.architectures import FAMILIES
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
 from .losses import mean_cosine, real_tokens, relative_error
-from .stage import Batch, Stage, StageOutput, in_precision_of, inputs_of
+from .stages import Batch, Stage, StageOutput, in_precision_of, inputs_of
 
 
 class Transfer(Stage):

@@ -15,14 +15,14 @@ from accelerate.utils import tqdm
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from ..convert import checked_texts, converted_config, extend_positions
-from ..cost import linear_flops, softmax_flops
+from ..conversion.convert import checked_texts, converted_config, extend_positions
+from ..conversion.softmax import AttentionCall, SoftmaxAttention, watch_attention
+from ..conversion.summary import linear_flops, softmax_flops
+from ..data.tokenizers import tokenizer_of
+from ..modeling.architectures import FAMILIES
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
-from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinearAttention, linear_attention
-from ..report_parts import checkpoint_name
-from ..softmax import AttentionCall, SoftmaxAttention, watch_attention
-from ..tokenizer import tokenizer_of
+from ..utils.reports import checkpoint_name
 from .config import AnalyzeConfig, candidates_for
 from .cost import Cost, linear_layers_operations, measure
 from .spectra import HeadStatistics, LayerStatistics, LayerSums

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..modeling.architectures import FAMILIES
 from ..modeling.configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
-from ..modeling.families import FAMILIES
 
 
 def _window(size: int, **settings: Any) -> LinformerConfig:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..report_parts import save_figure
+from ..utils.reports import save_figure
 from .analysis import Analysis
 from .suggest import Suggestion, described
 

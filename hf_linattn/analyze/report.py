@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..report_parts import attention_text, machine, machine_text, table, write_whole
+from ..utils.reports import attention_text, machine, machine_text, table, write_whole
 from .analysis import Analysis, Candidate
 from .plots import draw_plots
 from .spectra import SHARES, LayerStatistics

@@ -14,17 +14,17 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import tqdm
 
-from ..documents import DataConfig
-from ..report_parts import machine
-from .columns import EXTENDED, TRUNCATED, Column, Source, base_length, load_tokenizer, make_columns
+from ..data.documents import DataConfig
+from ..utils.reports import machine
 from .fidelity import fidelity
 from .footprint import footprint
 from .intervals import Interval, bootstrap_difference, bootstrap_interval
-from .language_modeling import POSITION_EDGES
+from .models import EXTENDED, TRUNCATED, Column, Source, base_length, load_tokenizer, make_columns
 from .report import describe_base, merge_report, write_report
 from .runner import Runner
-from .task import DocumentTask, Metric, Outcomes, Task, TaskConfig
 from .tasks import TASKS
+from .tasks.base import DocumentTask, Metric, Outcomes, Task, TaskConfig
+from .tasks.language_modeling import POSITION_EDGES
 
 
 @dataclass(kw_only=True)

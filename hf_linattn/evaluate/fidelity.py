@@ -25,11 +25,11 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..conversion.softmax import SoftmaxAttention
+from ..modeling.architectures import FAMILIES
+from ..modeling.attention_interface import ATTENTION_NAME
 from ..modeling.causal_linformer import CausalLinformerAttention
-from ..modeling.families import FAMILIES
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, position_offset, self_attentions
-from ..modeling.seam import ATTENTION_NAME
-from ..softmax import SoftmaxAttention
 
 # Weights that differ by no more than this share of the greatest one are as great.
 _TIE = 1e-5
@@ -86,7 +86,7 @@ def fidelity(
     """Compare every converted layer with the softmax layer that it replaces. Memory grows linearly with the length.
 
     Args:
-        base: the softmax model, with room for the documents (`hf_linattn.convert.extend_positions`).
+        base: the softmax model, with room for the documents (`hf_linattn.conversion.convert.extend_positions`).
         converted: its conversion, which may carry a PEFT adapter, on the same device and in the same dtype; its own
             weights of queries, keys and values are used.
         documents: token ids of each, without padding.

@@ -14,8 +14,8 @@ from accelerate import PartialState
 from transformers.utils import logging
 
 from ..modeling.configuration_linattn import AttentionConfig
-from .columns import Column, load_model
-from .memory import PeakMemory
+from ..utils.memory import PeakMemory
+from .models import Column, load_model
 
 
 @dataclass(frozen=True)

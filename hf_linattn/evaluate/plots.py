@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..report_parts import save_figure
+from ..utils.reports import save_figure
 
 _STYLES = {"truncated": {"color": "0.6", "linestyle": "--"}, "extended": {"color": "0.2", "linestyle": "-"}}
 _BRANCH_STYLES = {"both": "-", "near": ":", "far": "-."}
@@ -116,7 +116,7 @@ def _footprint(report: dict[str, Any], styles: dict[str, dict[str, Any]], path: 
     import matplotlib.pyplot as plt
     import numpy as np
 
-    from .columns import EXTENDED
+    from .models import EXTENDED
     from .report import crossovers
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))

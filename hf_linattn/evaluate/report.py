@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..report_parts import attention_text, checkpoint_name, interval_text, machine_text, table, write_whole
-from .columns import EXTENDED, TRUNCATED
+from ..utils.reports import attention_text, checkpoint_name, interval_text, machine_text, table, write_whole
+from .models import EXTENDED, TRUNCATED
 from .plots import draw_plots, slug
 
 FORMAT_VERSION = 1

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from .batches import mean_pooled, run_batches
-from .columns import Column, base_length, fingerprint, load_model
+from .models import Column, base_length, fingerprint, load_model
 
 Result = TypeVar("Result")
 POOLINGS = ("mean", "cls")

@@ -23,8 +23,8 @@ from transformers import initialization as init
 
 from .blocks import after_end, between, first_tokens, newest_tokens, recomputed
 from .cache import LinAttnCacheLayer
-from .joined_softmax import NEVER
 from .linformer import LinformerAttention
+from .merge import NEVER
 from .projections import PROJECTIONS
 
 # Queries that share one gathered list of keys, at least, and tokens that are worked on at a time.

@@ -10,7 +10,7 @@ earlier. With window_size=0 all keys but the global ones are far, the query's ow
 Nothing here looks at later keys, stabilisers included: each chunk of queries reads sums over earlier
 chunks, on a scale per feature that is the maximum over earlier keys, and the scale of pairs within a
 chunk is a running maximum. Everything is computed in float32, or in float64 for float64 inputs. Without a window, and
-where they can be used, the kernels of flash-linear-attention do the sums (`gated_sums`).
+where they can be used, the kernels of flash-linear-attention do the sums (`kernels`).
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ from .feature_sums import (
     read,
     sum_up,
 )
-from .gated_sums import gated_part, kernels_for
-from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, finite, join, masked, with_one
+from .kernels import gated_part, kernels_for
+from .merge import LOG2_E, NEVER, Partial, exact_part, finite, join, masked, with_one
 from .performer import PerformerAttention
 
 # Queries per chunk without a window, and the least number with one: measured on 2 cores with 64 to 256 features.

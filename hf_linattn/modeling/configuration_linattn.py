@@ -12,26 +12,18 @@ from typing import Any, ClassVar
 import transformers
 from transformers import PreTrainedConfig
 
-# `blocks` and `joined_softmax` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
+from .architectures import FAMILIES, MODEL_TYPE_PREFIX
+
+# `blocks` and `merge` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
 # nothing further
 from .blocks import to_blocks  # noqa: F401
-from .families import FAMILIES, MODEL_TYPE_PREFIX
 from .feature_maps import FEATURE_MAPS
-from .joined_softmax import join  # noqa: F401
+from .merge import join  # noqa: F401
 from .projections import PROJECTIONS, SHARING
+from .validation import check_choice, check_integer
 
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
 FORMAT_VERSION = 1
-
-
-def _check_choice(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{owner}: {name}={value!r} is not one of {', '.join(map(repr, allowed))}.")
-
-
-def _check_integer(owner: str, name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{owner}: {name}={value!r} must be an integer of at least {minimum}.")
 
 
 @dataclass(kw_only=True)
@@ -69,17 +61,17 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        _check_integer(name, "window_size", self.window_size, 0)
-        _check_integer(name, "global_tokens", self.global_tokens, 0)
-        _check_integer(name, "seed", self.seed, 0)
+        check_integer(name, "window_size", self.window_size, 0)
+        check_integer(name, "global_tokens", self.global_tokens, 0)
+        check_integer(name, "seed", self.seed, 0)
         if self.max_length is not None:
-            _check_integer(name, "max_length", self.max_length, 1)
+            check_integer(name, "max_length", self.max_length, 1)
         if self.layers is not None:
             if not isinstance(self.layers, (list, tuple)):
                 raise ValueError(f"{name}: layers={self.layers!r} must be a list of integers.")
             self.layers = sorted(self.layers)
             for index in self.layers:
-                _check_integer(name, "layers", index, 0)
+                check_integer(name, "layers", index, 0)
             if not self.layers or len(set(self.layers)) != len(self.layers):
                 raise ValueError(f"{name}: layers={self.layers!r} must name at least one layer, and each once.")
         for switch in ("near", "far"):
@@ -158,9 +150,9 @@ class LinformerConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_integer(type(self).__name__, "projection_length", self.projection_length, 1)
-        _check_choice(type(self).__name__, "projection", self.projection, PROJECTIONS)
-        _check_choice(type(self).__name__, "sharing", self.sharing, SHARING)
+        check_integer(type(self).__name__, "projection_length", self.projection_length, 1)
+        check_choice(type(self).__name__, "projection", self.projection, PROJECTIONS)
+        check_choice(type(self).__name__, "sharing", self.sharing, SHARING)
 
 
 @dataclass(kw_only=True)
@@ -190,12 +182,12 @@ class PerformerConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_integer(type(self).__name__, "num_features", self.num_features, 1)
-        _check_choice(type(self).__name__, "feature_map", self.feature_map, FEATURE_MAPS)
+        check_integer(type(self).__name__, "num_features", self.num_features, 1)
+        check_choice(type(self).__name__, "feature_map", self.feature_map, FEATURE_MAPS)
         if not isinstance(self.orthogonal, bool):
             raise ValueError(f"{type(self).__name__}: orthogonal={self.orthogonal!r} must be True or False.")
         if self.redraw_interval is not None:
-            _check_integer(type(self).__name__, "redraw_interval", self.redraw_interval, 1)
+            check_integer(type(self).__name__, "redraw_interval", self.redraw_interval, 1)
         if self.feature_map in ("hyperbolic", "trigonometric") and self.num_features % 2:
             raise ValueError(
                 f"{type(self).__name__}: num_features={self.num_features} must be even for "

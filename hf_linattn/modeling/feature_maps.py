@@ -1,7 +1,7 @@
 """Feature maps phi with E[phi(q) . phi(k)] = exp(q . k), and those that only resemble it.
 
 Every map is given as phi(x) = factor(x) * 2 ** log2_phi(x), so that whoever adds features up can move a
-common scale out of the exponent first (why base 2: see `joined_softmax`). Inputs are queries and keys (batch,
+common scale out of the exponent first (why base 2: see `merge`). Inputs are queries and keys (batch,
 heads, length, head_dim), and the softmax scale: features are of x * sqrt(scale), which is never formed.
 
 Sources: Choromanski et al. 2021, "Rethinking Attention with Performers" (arXiv:2009.14794), Lemma 1 and
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .joined_softmax import LOG2_E
+from .merge import LOG2_E
 
 FEATURE_MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu", "learned")
 # relu features may all be zero: the constant of the authors' code keeps every key visible

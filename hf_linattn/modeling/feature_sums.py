@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .blocks import to_blocks
 from .feature_maps import FeatureMap, Features
-from .joined_softmax import NEVER, Partial, finite, masked, shifted_exp2
+from .merge import NEVER, Partial, finite, masked, shifted_exp2
 
 # Least share of the largest possible mass that a map with negative features is taken to have: such an
 # estimate can come out as zero or below, and this bounds the output by 100 times the largest value.

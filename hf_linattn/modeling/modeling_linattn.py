@@ -15,22 +15,23 @@ from torch import nn
 from transformers import AutoModel, DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from .architectures import FAMILIES, Family
+from .attention_interface import ATTENTION_NAME
+
 # all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
 from .blocks import to_blocks  # noqa: F401
 from .cache import prepare_cache, tokens_seen
 from .causal_linformer import CausalLinformerAttention
 from .causal_performer import CausalPerformerAttention
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
-from .families import FAMILIES, Family
 from .feature_maps import FeatureMap  # noqa: F401
 from .feature_sums import read  # noqa: F401
-from .gated_sums import gated_part  # noqa: F401
-from .joined_softmax import join  # noqa: F401
+from .kernels import gated_part  # noqa: F401
 from .linformer import LinformerAttention
+from .merge import join  # noqa: F401
 from .near_part import NearPart  # noqa: F401
 from .performer import PerformerAttention
 from .projections import Projection  # noqa: F401
-from .seam import ATTENTION_NAME
 
 #: The heads that can be converted, by the auto class that loads them.
 AUTO_CLASSES = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .blocks import between, near_keys, near_tokens, row_lengths
-from .joined_softmax import LOG2_E, NEVER, Partial, exact_part, with_one
+from .merge import LOG2_E, NEVER, Partial, exact_part, with_one
 
 _KERNEL: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 # The kernel is called for each block: smaller ones are faster side by side.

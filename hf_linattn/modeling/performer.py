@@ -27,7 +27,7 @@ from .feature_sums import (
     read,
     sum_up,
 )
-from .joined_softmax import LOG2_E, Partial, exact_part, join, with_one
+from .merge import LOG2_E, Partial, exact_part, join, with_one
 from .near_part import NearPart
 
 

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 
 
 def _kill_after(count: int) -> None:

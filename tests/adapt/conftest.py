@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 
 from .runs import converted_folder, write_documents
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import checkpoints
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 
 from ..helpers import save_tokenizer, tiny_model
 

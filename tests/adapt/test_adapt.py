@@ -16,16 +16,16 @@ from transformers import AutoModel
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, PerformerConfig
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.adapt.config import TRACKERS
-from hf_linattn.adapt.distil import Distil
-from hf_linattn.adapt.lock import only_one
+from hf_linattn.adapt.distillation import Distil
 from hf_linattn.adapt.losses import divergence, mean_cosine, pooled, relative_error
-from hf_linattn.adapt.monitor import first_non_finite
-from hf_linattn.adapt.stage import branches
+from hf_linattn.adapt.metrics_log import first_non_finite
+from hf_linattn.adapt.stages import branches
 from hf_linattn.adapt.task import add_labels
 from hf_linattn.adapt.teacher import softmax_teacher
 from hf_linattn.adapt.transfer import Transfer
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES
+from hf_linattn.utils.lock import only_one
 
 from ..helpers import (
     CAUSAL_FEW,
@@ -380,7 +380,7 @@ def test_trackers_count_on_through_the_stages(
 ) -> None:
     """W&B drops what has a smaller step than something before."""
     logged: list[tuple[int, str]] = []
-    monkeypatch.setattr("hf_linattn.adapt.adaptation.check_tracker", lambda name: None)
+    monkeypatch.setattr("hf_linattn.adapt.run.check_tracker", lambda name: None)
     monkeypatch.setattr(Accelerator, "init_trackers", lambda *args, **kwargs: None)
     monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, next(iter(values)))))
     adapt(folder, tmp_path / "out", AdaptConfig(**{**SHORT, "eval_sequences": 0}, tracker="wandb"), data=data)

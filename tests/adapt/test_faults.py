@@ -18,9 +18,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_linattn import LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
+from hf_linattn.adapt.batches import Sequences
 from hf_linattn.adapt.loop import DIVERGED
-from hf_linattn.adapt.sequences import Sequences
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 
 from .runs import SETTINGS, SHORT, Killed, converted_folder, killed_when, lines, losses, same_weights, write_documents
 
@@ -219,7 +219,7 @@ def test_killed_before_anything_was_written(
     def killed(*args: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr("hf_linattn.adapt.adaptation._write_whole", killed)
+    monkeypatch.setattr("hf_linattn.adapt.run._write_whole", killed)
     with pytest.raises(Killed):
         adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["training", ".lock"]

@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 
 from ..helpers import tokens
 from .runs import PROJECTED, SHORT, converted_folder

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 
 from .runs import SHORT, lines, losses, same_weights
 

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModel
 
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
-from hf_linattn.adapt.monitor import MetricsFile
-from hf_linattn.adapt.sequences import Sequences, collate, tokenize
-from hf_linattn.documents import DataConfig
+from hf_linattn.adapt.batches import Sequences, collate, tokenize
+from hf_linattn.adapt.metrics_log import MetricsFile
+from hf_linattn.data.documents import DataConfig
 
 from ..helpers import converted_model, inputs_for, outputs_of, tiny_model
 from .runs import LEARNED, SETTINGS, Killed, losses, same_weights

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from hf_linattn import convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.documents import DataConfig
+from hf_linattn.data.documents import DataConfig
 
 from ..helpers import save_tokenizer, tiny_model
 from .runs import PROJECTED, SHORT, converted_folder, lines

@@ -15,7 +15,7 @@ from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.analyze.config import candidates_for
 from hf_linattn.analyze.cost import measure
 from hf_linattn.analyze.report import write_report
-from hf_linattn.cli import main
+from hf_linattn.cli.main import main
 from hf_linattn.evaluate.fidelity import fidelity
 
 from ..helpers import POSITIONS, save_tokenizer, tiny_model

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.evaluate.fidelity import LayerFidelity, _channels, _weights, fidelity
+from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.attention_interface import ATTENTION_NAME
 from hf_linattn.modeling.causal_linformer import causal_linformer_attention_reference
 from hf_linattn.modeling.causal_performer import causal_performer_attention_reference
-from hf_linattn.modeling.families import FAMILIES
 from hf_linattn.modeling.linformer import linformer_attention_reference
 from hf_linattn.modeling.performer import performer_attention_reference
-from hf_linattn.modeling.seam import ATTENTION_NAME
 
 from ..helpers import (
     CAUSAL,

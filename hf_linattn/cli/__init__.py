@@ -1,0 +1,5 @@
+"""The command `hf-linattn`."""
+
+from .main import main
+
+__all__ = ["main"]

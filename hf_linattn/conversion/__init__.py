@@ -1,0 +1,1 @@
+"""From a pretrained checkpoint to the same model with linear attention."""

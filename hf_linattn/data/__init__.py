@@ -1,0 +1,5 @@
+"""Documents and tokenizers."""
+
+from .documents import DataConfig
+
+__all__ = ["DataConfig"]

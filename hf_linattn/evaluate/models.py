@@ -1,0 +1,253 @@
+"""What a comparison compares: the softmax model at its own length and extended, and its conversions."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from peft import PeftModel
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ..conversion.convert import convert, extend_positions
+from ..data.tokenizers import load_tokenizer as saved_tokenizer
+from ..modeling.architectures import FAMILIES, MODEL_TYPE_PREFIX
+from ..modeling.configuration_linattn import AttentionConfig
+from ..modeling.modeling_linattn import LinAttnPreTrainedModel, position_offset
+
+#: The names of the two columns of the base model.
+TRUNCATED, EXTENDED = "softmax truncated", "softmax extended"
+_BRANCHES = {"both": (True, True), "near": (True, False), "far": (False, True)}
+# weights that are made anew for some uses of a checkpoint, and have no part in what a task reads
+_UNUSED_WEIGHTS = ("pooler.",)
+
+#: A converted checkpoint's folder or Hub id, a folder with a PEFT adapter, or settings to convert the base with.
+Source: TypeAlias = str | AttentionConfig
+
+
+@dataclass(frozen=True)
+class Column:
+    """One model of a comparison; of a conversion with several seeds, all of them."""
+
+    name: str
+    kind: str  # "truncated", "extended" or "converted"
+    sources: tuple[Source, ...]
+    branches: str = "both"  # "both", "near" or "far"
+
+    def describe(self, base: str) -> dict[str, Any]:
+        """What the report tells about the column."""
+        config = None if self.kind != "converted" else _attention_settings(self.sources[0], base)
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "branches": self.branches,
+            "sources": [s if isinstance(s, str) else f"{base} converted on the fly" for s in self.sources],
+            "attention": None if config is None else config[0],
+            "training": None if config is None else config[1],
+            "seeds": len(self.sources),
+        }
+
+
+def make_columns(
+    base: str, converted: Mapping[str, Source | Sequence[Source]], *, branches: bool = True
+) -> list[Column]:
+    """The columns of a comparison, in the order in which they are shown.
+
+    Args:
+        base: id or folder of the softmax checkpoint.
+        converted: name -> source, or the sources of several seeds.
+        branches: also each conversion that has both branches with either of them switched off.
+
+    Raises:
+        ValueError: a source is no converted checkpoint, or a name is taken.
+    """
+    columns = [Column(TRUNCATED, "truncated", (base,)), Column(EXTENDED, "extended", (base,))]
+    for name, given in converted.items():
+        sources = (given,) if isinstance(given, (str, AttentionConfig)) else tuple(given)
+        if not name or name in (column.name for column in columns):
+            raise ValueError(f"converted={name!r} is not a new, non-empty name of a column.")
+        column = Column(name, "converted", sources)
+        columns.append(column)
+        settings = [_attention_settings(source, base)[0] for source in sources]
+        if branches and all(_has_two_branches(s) for s in settings):
+            columns += [
+                Column(f"{name}, near only", "converted", sources, "near"),
+                Column(f"{name}, far only", "converted", sources, "far"),
+            ]
+    return columns
+
+
+def base_length(base: str) -> int:
+    """How many tokens the softmax checkpoint was made for.
+
+    Raises:
+        ValueError: the architecture is not supported.
+    """
+    config = AutoConfig.from_pretrained(base)
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type={config.model_type!r} of the base is not supported. Supported are: "
+            f"{', '.join(sorted(FAMILIES))}."
+        )
+    return config.max_position_embeddings - position_offset(config)
+
+
+def load_tokenizer(base: str) -> PreTrainedTokenizerBase:
+    """The base model's tokenizer, which cuts nothing unless told to."""
+    tokenizer: PreTrainedTokenizerBase = saved_tokenizer(base)
+    tokenizer.model_max_length = int(1e9)
+    return tokenizer
+
+
+def load_model(
+    column: Column,
+    base: str,
+    *,
+    seed: int = 0,
+    auto_class: str,
+    max_length: int,
+    position_extension: str = "repeat",
+    dtype: str | None = None,
+) -> nn.Module:
+    """The model of one column, in eval mode.
+
+    Args:
+        column: of `make_columns`.
+        base: id or folder of the softmax checkpoint.
+        seed: which of the column's sources.
+        auto_class: the head, such as "AutoModel" or "AutoModelForCausalLM".
+        max_length: longest document in tokens.
+        position_extension: how the base's positions beyond its own get their embeddings; as in `convert`.
+        dtype: of the weights. Default: the checkpoint's.
+
+    Raises:
+        ValueError: the checkpoint has no trained weights for this head, or takes no documents of that length.
+    """
+    source = column.sources[seed]
+    kwargs = {} if dtype is None else {"dtype": dtype}
+    if column.kind != "converted":
+        model = _load_with_head(str(source), auto_class, kwargs)
+        if column.kind == "extended":
+            model = extend_positions(model, max_length, position_extension=position_extension)
+        return model.eval()
+    if isinstance(source, AttentionConfig):
+        softmax = _load_with_head(base, auto_class, kwargs)
+        longest = max(max_length, base_length(base))
+        model = convert(softmax, source, max_length=longest, position_extension=position_extension)
+    elif _is_adapter(source):
+        model = PeftModel.from_pretrained(_load_with_head(_adapted(source), auto_class, kwargs), source)
+    else:
+        model = _load_with_head(source, auto_class, kwargs)
+    linear = _converted_model(model)
+    if (limit := linear.attention_config.max_length) is not None and limit < max_length:
+        raise ValueError(
+            f"{column.name}: takes documents of at most max_length={limit} tokens; lengths up to {max_length} were "
+            "asked for."
+        )
+    near, far = _BRANCHES[column.branches]
+    if column.branches != "both":
+        linear.set_branches(near=near, far=far)
+    return model.eval()
+
+
+def fingerprint(column: Column, base: str, seed: int) -> str:
+    """Changes when the column's weights or settings change: what was measured on it then no longer holds."""
+    digest = hashlib.sha256(f"{column.kind} {column.branches}".encode())
+    source = column.sources[seed]
+    if isinstance(source, AttentionConfig):
+        digest.update(json.dumps(source.to_dict(), sort_keys=True).encode())
+        source = base
+    elif _is_adapter(source):
+        _digest_folder(Path(source), digest)
+        source = _adapted(source)
+    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
+    if column.branches == "near" and isinstance(column.sources[seed], str):
+        _digest_near(folder, digest)
+    else:
+        _digest_folder(folder, digest)
+    return digest.hexdigest()[:16]
+
+
+def _digest_near(folder: Path, digest: Any) -> None:
+    """What the exact branch alone depends on: conversions of one checkpoint that share it are measured once."""
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("linattn")
+    names = ("window_size", "global_tokens", "layers", "max_length")
+    # of settings by layer, those of each layer
+    each = settings.get("by_layer", {"all": settings})
+    shared = {layer: {name: its_own[name] for name in names} for layer, its_own in each.items()}
+    for name in ("model_type", "auto_map", "architectures", "linattn_training", "linattn_base", "linattn_calibration"):
+        config.pop(name, None)
+    digest.update(json.dumps([config, shared], sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in sorted(file.keys()):
+                if ".linattn." not in key:
+                    # bytes of any dtype
+                    tensor = file.get_tensor(key).contiguous()
+                    digest.update(key.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _digest_folder(folder: Path, digest: Any) -> None:
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*config.json")]):
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+
+
+def _load_with_head(source: str, auto_class: str, kwargs: dict[str, Any]) -> Any:
+    model, report = getattr(transformers, auto_class).from_pretrained(source, output_loading_info=True, **kwargs)
+    missing = [key for key in report["missing_keys"] if not any(part in key for part in _UNUSED_WEIGHTS)]
+    if missing:
+        raise ValueError(
+            f"{source!r} has no trained weights for {type(model).__name__}: {', '.join(sorted(missing)[:4])}"
+            f"{', ...' if len(missing) > 4 else ''} would be random."
+        )
+    return model
+
+
+def _converted_model(model: nn.Module) -> LinAttnPreTrainedModel:
+    """The converted model itself, or the one inside a PEFT model."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, LinAttnPreTrainedModel):
+        raise ValueError(f"{type(inner).__name__} is not a converted model; make one with hf-linattn convert.")
+    return inner
+
+
+def _is_adapter(source: Source) -> bool:
+    return isinstance(source, str) and (Path(source) / "adapter_config.json").is_file()
+
+
+def _adapted(adapter: str) -> str:
+    """The converted checkpoint that a PEFT adapter was put on."""
+    return json.loads((Path(adapter) / "adapter_config.json").read_text())["base_model_name_or_path"]
+
+
+def _attention_settings(source: Source, base: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The attention settings of a converted column, and the record of its training where there is one."""
+    if isinstance(source, AttentionConfig):
+        return source.to_dict(), None
+    if Path(source).resolve() == Path(base).resolve():
+        raise ValueError(f"converted={source!r} is the base model itself.")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(_adapted(source) if _is_adapter(source) else source)
+    if not config.model_type.startswith(MODEL_TYPE_PREFIX):
+        raise ValueError(
+            f"converted={source!r} has model_type={config.model_type!r}, which is no converted model; make one with "
+            "hf-linattn convert."
+        )
+    return config.linattn, getattr(config, "linattn_training", None)
+
+
+def _has_two_branches(settings: dict[str, Any]) -> bool:
+    """Whether each can be switched off: of settings by layer, in every layer."""
+    if "by_layer" in settings:
+        its_own = settings["by_layer"].values()
+        return settings["near"] and settings["far"] and all(_has_two_branches(layer) for layer in its_own)
+    near = settings["near"] and (settings["window_size"] or settings["global_tokens"])
+    return bool(near and settings["far"])

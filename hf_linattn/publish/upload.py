@@ -1,0 +1,386 @@
+"""Publishing a converted checkpoint: its folder is checked, loaded as a stranger would, and pushed with a card."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import CommitInfo, HfApi, ModelInfo
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers.dynamic_module_utils import get_relative_imports
+
+from ..modeling.architectures import MODEL_TYPE_PREFIX
+from ..modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig
+from .card import CARRIED, PLOTS, model_card, plots_of, read_report
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# What a model repository holds beside config, weights and modelling files. Nothing else in a folder is pushed: not
+# what a training left there, and nothing pickled.
+_OTHER_FILES = (
+    "generation_config.json",
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    *("*.jinja", "additional_chat_templates/*.jinja"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("[0-9]_*/*.json", "[0-9]_*/*.safetensors"),
+    *("README.md", "LICENSE*", "NOTICE*"),
+)
+# Files of an earlier push that a new one replaces: shards of another number, code of an older version.
+_REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py", f"{PLOTS}/*"]
+# What a repository may hold before the first push.
+_EMPTY = {".gitattributes", "README.md", "LICENSE"}
+
+_T = TypeVar("_T")
+
+
+@dataclass(kw_only=True)
+class PushConfig:
+    """Where a converted checkpoint is pushed to, and what its card is made from.
+
+    Raises:
+        ValueError: `repo` is empty.
+    """
+
+    repo: str = field(metadata={"help": "Name on the Hub: NAME or OWNER/NAME. It is made where there is none."})
+    private: bool | None = field(
+        default=None,
+        metadata={"help": "Whether a new repository is private. Default: as your account has it, usually public."},
+    )
+    revision: str | None = field(
+        default=None, metadata={"help": "Branch to push to, made where there is none. Default: main."}
+    )
+    report: str | None = field(
+        default=None,
+        metadata={"help": "Folder of an evaluation: the numbers of report.json and the plots go on the card."},
+    )
+    base_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Hub id of the model that was converted, or 'local' where it is not on the Hub. Default: the one "
+            "that the conversion recorded."
+        },
+    )
+    license: str | None = field(
+        default=None,
+        metadata={"help": "License as the Hub names it, such as apache-2.0. Default: that of the base model."},
+    )
+    message: str = field(default="Upload converted model", metadata={"help": "First line of the commit on the Hub."})
+
+    def __post_init__(self) -> None:
+        if not self.repo:
+            raise ValueError("repo='' must be a name on the Hub, such as 'me/bert-performer'.")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push made.
+
+    Attributes:
+        repo_id: owner and name.
+        revision: commit of weights and code, which the card's snippet names.
+        url: address of the repository.
+        card: the text of the card; of a folder with a README.md of its own, that.
+    """
+
+    repo_id: str
+    revision: str
+    url: str
+    card: str
+
+
+def push(folder: str | Path, config: PushConfig, *, token: str | None = None) -> Pushed:
+    """Push a folder that `convert_checkpoint` or `save_pretrained` wrote, with a model card.
+
+    Pushed are weights, config, modelling files, tokenizer, generation config, a sentence encoder's other modules
+    and licence files; nothing else that lies in the folder. A README.md in the folder is pushed as it is; without
+    one, a card is written (see `hf_linattn.publish.card.model_card`). The first commit holds the model, the second the
+    card, which names the first. What is on the Hub already is not sent again: repeat a push that was interrupted.
+
+    Args:
+        folder: the checkpoint.
+        config: where to, and what goes on the card.
+        token: of the Hub. Default: the one that `hf auth login` saved, or HF_TOKEN.
+
+    Raises:
+        FileNotFoundError: the folder, its config, weights or one of its modelling files is missing.
+        ValueError: the folder is no converted checkpoint, is damaged or newer than this package, gives outputs that
+            are not finite, or base model or licence are not known.
+        FileExistsError: the repository holds something else than a converted model.
+        PermissionError: there is no token, or it does not allow it.
+        ConnectionError: the Hub cannot be reached, or the upload stopped in the middle.
+    """
+    folder = Path(folder)
+    files = check_folder(folder)
+    values = json.loads((folder / "config.json").read_text())
+    own_card = (folder / "README.md").is_file()
+    if own_card and config.report is not None:
+        raise ValueError(
+            f"report={config.report!r}: {str(folder)!r} has a README.md of its own, which is pushed as it is. Remove "
+            "that file to have a card written, or leave the report out."
+        )
+    report = None if config.report is None else read_report(config.report)
+
+    api = HfApi(token=token)
+    repo_id = _repo_id(api, config.repo)
+    existing = _existing(api, repo_id, config.private)
+    card: Callable[[str], Any] | None = None
+    if not own_card:
+        base_model, metadata = _base(api, values, config)
+
+        def card(revision: str) -> Any:
+            return model_card(
+                folder, repo_id=repo_id, revision=revision, base_model=base_model, metadata=metadata, report=report
+            )
+
+        # what the Hub would refuse is known before anything is sent
+        _reach(api, card("0" * 40).validate)
+    load_afresh(folder)
+
+    if existing is None:
+        _reach(api, lambda: api.create_repo(repo_id, private=config.private))
+    if config.revision is not None:
+        _reach(api, lambda: api.create_branch(repo_id, branch=str(config.revision), exist_ok=True))
+    commit = _upload(api, folder, repo_id, config, allow_patterns=files, delete_patterns=_REPLACED)
+    url = f"{api.endpoint}/{repo_id}"
+    if card is None:
+        return Pushed(repo_id, commit.oid, url, (folder / "README.md").read_text(encoding="utf-8"))
+    written = card(commit.oid)
+    with tempfile.TemporaryDirectory() as scratch:
+        written.save(Path(scratch) / "README.md")
+        for plot in [] if config.report is None else plots_of(config.report):
+            (Path(scratch) / PLOTS).mkdir(exist_ok=True)
+            shutil.copyfile(plot, Path(scratch) / PLOTS / plot.name)
+        _upload(api, Path(scratch), repo_id, config)
+    return Pushed(repo_id, commit.oid, url, str(written))
+
+
+def check_folder(folder: Path) -> list[str]:
+    """The files of a converted checkpoint that belong on the Hub, after a look at each that loading needs.
+
+    Returns:
+        Paths within the folder.
+
+    Raises:
+        FileNotFoundError, ValueError: as `push`; the message names the file.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {str(folder)!r}.")
+    if not (folder / "config.json").is_file():
+        hint = "not a converted checkpoint"
+        if (folder / "adapter_config.json").is_file():
+            hint = "a PEFT adapter; save the whole model: model.merge_and_unload().save_pretrained(...)"
+        raise FileNotFoundError(f"{str(folder)!r} has no config.json: it is {hint}.")
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model_type = str(values["model_type"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(folder / 'config.json')!r} is damaged: {error!r}") from error
+    if not model_type.startswith(MODEL_TYPE_PREFIX):
+        raise ValueError(
+            f"{str(folder)!r} has model_type={model_type!r}, which is no converted model; make one with "
+            "hf-linattn convert."
+        )
+    if model_type not in {cls.model_type for cls in CONFIG_CLASSES.values()}:
+        raise ValueError(
+            f"{str(folder)!r} has model_type={model_type!r}, which this hf-linattn does not know. Upgrade with "
+            "`pip install -U hf-linattn`."
+        )
+    try:
+        AttentionConfig.from_dict(values.get("linattn") or {})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{str(folder / 'config.json')!r}: {error}") from error
+    code = _modelling_files(folder, values)
+    others = {path.relative_to(folder).as_posix() for pattern in _OTHER_FILES for path in folder.glob(pattern)}
+    return sorted({"config.json", *code, *_weight_files(folder), *others})
+
+
+def load_afresh(folder: Path) -> None:
+    """Load the folder in a fresh process, offline and without this package, and run it once.
+
+    Raises:
+        ValueError: it does not load, a weight is missing, or an output is not finite; the message says which.
+    """
+    script = Path(__file__).with_name("clean_load.py")
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": scratch}
+        done = subprocess.run(
+            [sys.executable, "-I", str(script), str(folder.resolve())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ValueError(f"{str(folder)!r} does not work in a fresh process, and is not pushed: {reason}")
+
+
+def _modelling_files(folder: Path, values: dict[str, Any]) -> set[str]:
+    """The modules that the config's auto_map names, and all that they import of each other."""
+    references = (values.get("auto_map") or {}).values()
+    if not references or not values.get("architectures"):
+        raise ValueError(
+            f"{str(folder / 'config.json')!r} has no auto_map or no architectures, by which others load it; write the "
+            "folder with model.save_pretrained."
+        )
+    if elsewhere := [reference for reference in references if "--" in reference]:
+        raise ValueError(
+            f"{str(folder / 'config.json')!r}: auto_map names the code of another repository, {elsewhere[0]!r}; write "
+            "the folder with model.save_pretrained."
+        )
+    found: set[str] = set()
+    waiting = {reference.partition(".")[0]: "config.json" for reference in references}
+    while waiting:
+        name, wanted_by = waiting.popitem()
+        file = folder / f"{name}.py"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{str(file)!r} is missing, a modelling file that {wanted_by} needs; write the folder with "
+                "model.save_pretrained."
+            )
+        found.add(file.name)
+        waiting |= {module: file.name for module in get_relative_imports(file) if f"{module}.py" not in found}
+    return found
+
+
+def _weight_files(folder: Path) -> set[str]:
+    """The weights, in one file or in shards; each is opened, which finds it cut off."""
+    wanted: dict[str, set[str]] = {_WEIGHTS: set()}
+    if (folder / _INDEX).is_file():
+        try:
+            weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{str(folder / _INDEX)!r} is damaged: {error!r}") from error
+        wanted = {}
+        for tensor, name in weight_map.items():
+            wanted.setdefault(name, set()).add(tensor)
+    for name, tensors in wanted.items():
+        file = folder / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{str(file)!r} is missing: weights are pushed as safetensors only.")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                present = set(opened.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{str(file)!r} is cut off or damaged: {error}") from error
+        if lost := sorted(tensors - present):
+            raise ValueError(f"{str(file)!r} lacks {lost[0]} and {len(lost) - 1} more tensors that {_INDEX} names.")
+    return {*wanted, *([_INDEX] if (folder / _INDEX).is_file() else [])}
+
+
+def _reach(api: HfApi, call: Callable[[], _T]) -> _T:
+    """`call`, its errors with the network as one kind that says what to do."""
+    try:
+        return call()
+    except LocalTokenNotFoundError as error:
+        raise PermissionError("There is no token of the Hub: `hf auth login`, or set HF_TOKEN.") from error
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in (401, 403):
+            raise PermissionError(f"The Hub does not allow it with this token: {_line(error)}") from error
+        raise
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        # the client's own classes for this have changed with its HTTP library
+        raise ConnectionError(f"The Hub at {api.endpoint} cannot be reached: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _repo_id(api: HfApi, name: str) -> str:
+    """The name with its owner, who must be known to the Hub."""
+    owner = _reach(api, api.whoami)["name"]
+    return name if "/" in name else f"{owner}/{name}"
+
+
+def _existing(api: HfApi, repo_id: str, private: bool | None) -> ModelInfo | None:
+    """What the Hub knows of the repository, None where there is none.
+
+    Raises:
+        FileExistsError: it is there, and is not what a push may add to.
+    """
+
+    def ask() -> ModelInfo | None:
+        try:
+            return api.model_info(repo_id)
+        except RepositoryNotFoundError:
+            return None
+
+    info = _reach(api, ask)
+    if info is None:
+        return None
+    if private is not None and bool(info.private) != private:
+        raise FileExistsError(
+            f"private={private}: {repo_id} exists and is {'private' if info.private else 'public'}, which a push does "
+            "not change. Leave the option out, or change the repository's settings on the Hub first."
+        )
+    files = {sibling.rfilename for sibling in info.siblings or []}
+    model_type = ""
+    if "config.json" in files:
+        with tempfile.TemporaryDirectory() as scratch:
+            path = _reach(api, lambda: api.hf_hub_download(repo_id, "config.json", local_dir=scratch))
+            model_type = str(json.loads(Path(path).read_text(encoding="utf-8")).get("model_type"))
+    if files - _EMPTY and not model_type.startswith(MODEL_TYPE_PREFIX):
+        raise FileExistsError(
+            f"{repo_id} exists and holds something else than a converted model"
+            f"{f' (model_type={model_type!r})' if model_type else ''}; choose another name."
+        )
+    return info
+
+
+def _base(api: HfApi, values: dict[str, Any], config: PushConfig) -> tuple[str | None, dict[str, Any]]:
+    """Hub id of the base model, None where it is not on the Hub, and what its card hands on: its licence above all."""
+    recorded = values.get("linattn_base") or {}
+    base_model = config.base_model or recorded.get("name")
+    if base_model is None:
+        raise ValueError(
+            "base_model: the checkpoint does not say what it was converted from. Pass the Hub id (--base-model), or "
+            "'local' where the base is not on the Hub."
+        )
+    metadata: dict[str, Any] = {}
+    if base_model == "local":
+        base_model = None
+    else:
+        try:
+            carried = api.model_info(base_model).card_data
+            metadata = {} if carried is None else {key: carried.get(key) for key in CARRIED if carried.get(key)}
+        except RepositoryNotFoundError as error:
+            raise ValueError(
+                f"base_model={base_model!r} is not on the Hub, or this token may not see it; where the base is not on "
+                "the Hub, pass 'local'."
+            ) from error
+    if config.license is not None:
+        metadata = {key: value for key, value in metadata.items() if not key.startswith("license")}
+        metadata["license"] = config.license
+    elif "license" not in metadata and "license" in recorded:
+        metadata["license"] = recorded["license"]
+    if "license" not in metadata:
+        raise ValueError(
+            f"license: {base_model or 'the checkpoint'} names none, and none is guessed. Pass it (--license) as the "
+            "Hub names it, such as apache-2.0, mit, or other."
+        )
+    return base_model, metadata
+
+
+def _upload(api: HfApi, folder: Path, repo_id: str, config: PushConfig, **options: Any) -> CommitInfo:
+    try:
+        return api.upload_folder(
+            folder_path=folder,
+            repo_id=repo_id,
+            revision=config.revision,
+            commit_message=config.message,
+            **options,
+        )
+    # every way of uploading has errors of its own
+    except Exception as error:
+        raise ConnectionError(
+            f"The upload to {repo_id} stopped: {_line(error)}. Push again: what is there already is not sent twice."
+        ) from error

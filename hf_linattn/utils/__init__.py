@@ -1,0 +1,1 @@
+"""What all parts of the package use; nothing here imports from them."""

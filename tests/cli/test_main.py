@@ -1,0 +1,93 @@
+"""The command line: the options are those of the dataclasses, errors are one line, and what it did is printed."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModel
+
+from hf_linattn import LinformerConfig, PerformerConfig, convert
+from hf_linattn.cli.main import main
+
+from ..helpers import tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "base model"
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def test_convert_writes_what_python_would(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out put"
+    options = (
+        "--method performer --num-features 16 --window-size 8 --max-length 256 --no-orthogonal --layers 0 --seed 3"
+    )
+    assert main(["convert", str(checkpoint), "--output", str(output), *options.split()]) == 0
+    printed = capsys.readouterr().out
+    for part in ("1 of 2", "parameters added", "256", "fewer operations"):
+        assert part in printed
+    config = PerformerConfig(num_features=16, window_size=8, orthogonal=False, layers=[0], seed=3)
+    expected = convert(str(checkpoint), config, max_length=256)
+    found = AutoModel.from_pretrained(output)
+    assert found.config.linattn == expected.config.linattn
+    for name, tensor in expected.state_dict().items():
+        assert tensor.equal(found.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "linformer", "--num-features", "8"], "--num-features: not an option of --method linformer"),
+        (["--method", "performer", "--num-features", "0"], "num_features=0"),
+        (["--method", "performer", "--max-length", "3"], "max_length=3"),
+        (["--method", "performer", "--layers", "7"], "layers=[7]"),
+    ],
+)
+def test_bad_values_are_one_line(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    output = tmp_path / "out"
+    assert main(["convert", str(checkpoint), "--output", str(output), *options]) == 1
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+    assert not output.exists()
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "none"), "--method", "linformer", "--output", str(tmp_path / "out")]) == 1
+    assert "There is no folder" in capsys.readouterr().err
+
+
+def test_a_choice_that_does_not_exist_lists_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", "x", "--method", "performer", "--output", "y", "--feature-map", "cosine"])
+    assert "trigonometric" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", [["-m", "hf_linattn.cli"], ["scripts/convert.py"]])
+def test_help_describes_every_field(call: list[str]) -> None:
+    command = [sys.executable, *call, *(["convert"] if call[0] == "-m" else []), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    words = " ".join(done.stdout.split())
+    for config in (LinformerConfig, PerformerConfig):
+        for field in dataclasses.fields(config):
+            assert f"--{field.name.replace('_', '-')}" in words
+            assert " ".join(field.metadata["help"].split()[:5]) in words
+
+
+def test_a_name_that_is_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "nofolder", "--method", "linformer", "--output", str(tmp_path / "out")]) == 1
+    assert "'nofolder' is no folder" in capsys.readouterr().err
+
+
+def test_damaged_weights_are_one_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(["convert", str(checkpoint), "--method", "linformer", "--output", str(tmp_path / "out")]) == 1
+    assert f"weights of '{checkpoint}' are damaged" in capsys.readouterr().err

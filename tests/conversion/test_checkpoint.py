@@ -1,0 +1,196 @@
+"""`convert_checkpoint`: complete folders or none."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, GenerationConfig
+
+import hf_linattn.conversion.checkpoint as checkpoint_module
+from hf_linattn import PerformerConfig, convert_checkpoint
+
+from ..helpers import inputs_for, outputs_of, save_tokenizer, tiny_model
+
+pytestmark = pytest.mark.core
+
+CONFIG = PerformerConfig(num_features=16)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with weights, tokenizer and generation config; its name has a space."""
+    folder = tmp_path / "a checkpoint"
+    save_tokenizer(folder)
+    tiny_model().save_pretrained(folder)
+    GenerationConfig(max_new_tokens=7).save_pretrained(folder)
+    return folder
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_folder_is_a_complete_repository(checkpoint: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    output = tmp_path / "new" / "with a space"
+    model = convert_checkpoint(checkpoint, output, CONFIG, max_length=128)
+    expected = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "modeling_linattn.py",
+        "configuration_linattn.py",
+    }
+    assert expected <= set(listing(output))
+    assert listing(output.parent) == ["with a space"]
+    assert GenerationConfig.from_pretrained(output).max_new_tokens == 7
+    loaded, inputs = AutoModel.from_pretrained(output), inputs_for("AutoModel")
+    assert torch.equal(outputs_of(loaded, inputs), outputs_of(model, inputs))
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_a_checkpoint_without_tokenizer_is_converted_with_a_warning(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "out", CONFIG)
+    assert "config.json" in listing(tmp_path / "out")
+    assert "tokenizer.json" not in listing(tmp_path / "out")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", ["convert", "_save_tokenizer", "_save_generation_config"])
+def test_what_fails_leaves_nothing_behind(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error("in the middle")
+
+    before = listing(tmp_path)
+    monkeypatch.setattr(checkpoint_module, step, fail)
+    with pytest.raises(error, match="in the middle"):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    assert listing(tmp_path) == before
+
+
+def test_what_fails_leaves_the_old_folder_alone(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    (tmp_path / "out" / "mine").write_text("kept")
+    monkeypatch.setattr(checkpoint_module, "_save_tokenizer", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG, overwrite=True)
+    assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def test_only_an_earlier_conversion_is_replaced_and_only_when_asked(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine").write_text("kept")
+    with pytest.raises(FileExistsError, match=r"out.*not empty.*overwrite=True"):
+        convert_checkpoint(checkpoint, output, CONFIG)
+    with pytest.raises(FileExistsError, match=r"out.*something else"):
+        convert_checkpoint(checkpoint, output, CONFIG, overwrite=True)
+    assert listing(output) == ["mine"]
+    (output / "mine").unlink()
+    convert_checkpoint(checkpoint, output, CONFIG)
+    with pytest.raises(FileExistsError, match="not empty"):
+        convert_checkpoint(checkpoint, output, CONFIG)
+    convert_checkpoint(checkpoint, output, CONFIG, max_length=128, overwrite=True)
+    assert json.loads((output / "config.json").read_text())["linattn"]["max_length"] == 128
+    assert listing(tmp_path) == ["a checkpoint", "out"]
+
+
+def test_a_link_is_followed(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    for overwrite in (False, True):
+        convert_checkpoint(checkpoint, tmp_path / "link", CONFIG, overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert "config.json" in listing(tmp_path / "target")
+        assert listing(tmp_path) == ["a checkpoint", "link", "target"]
+
+
+def test_what_holds_the_checkpoint_is_never_the_output(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contains the checkpoint"):
+        convert_checkpoint(checkpoint, tmp_path, CONFIG, overwrite=True)
+    assert listing(tmp_path) == ["a checkpoint"]
+
+
+def test_a_loaded_model_is_sent_to_convert(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"BertModel.*convert\(\)"):
+        convert_checkpoint(tiny_model(), tmp_path / "out", CONFIG)
+
+
+def test_a_sentence_encoder_keeps_its_other_modules(minilm: Path, tmp_path: Path) -> None:
+    convert_checkpoint(minilm, tmp_path / "out", CONFIG, max_length=1024)
+    for name in ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (minilm / name).read_bytes()
+    settings = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
+    assert settings["max_seq_length"] == 1024
+
+
+def test_an_empty_folder_is_filled(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    assert "config.json" in listing(tmp_path / "out")
+
+
+def test_a_folder_filled_meanwhile_is_not_replaced(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two conversions into one folder: the first to finish wins, whatever the check at the start has seen."""
+    output = tmp_path / "out"
+
+    def other_process(*args: object) -> None:
+        output.mkdir()
+        (output / "theirs").write_text("kept")
+
+    monkeypatch.setattr(checkpoint_module, "_save_generation_config", other_process)
+    with pytest.raises(OSError):
+        convert_checkpoint(checkpoint, output, CONFIG)
+    assert listing(output) == ["theirs"]
+    assert listing(tmp_path) == ["a checkpoint", "out"]
+
+
+@pytest.mark.parametrize("spelling", ["{}", "{}/", "{}/../a checkpoint"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_checkpoint_itself_is_never_the_output(checkpoint: Path, spelling: str, overwrite: bool) -> None:
+    before = listing(checkpoint)
+    with pytest.raises(ValueError, match="checkpoint itself"):
+        convert_checkpoint(checkpoint, spelling.format(checkpoint), CONFIG, overwrite=overwrite)
+    assert listing(checkpoint) == before
+
+
+def test_a_file_is_no_folder(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(FileExistsError, match="is a file"):
+        convert_checkpoint(checkpoint, tmp_path / "file", CONFIG, overwrite=True)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_bad_settings_fail_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_length=3"):
+        convert_checkpoint(checkpoint, tmp_path / "new" / "out", CONFIG, max_length=3)
+    assert listing(tmp_path) == ["a checkpoint"]
+
+
+def test_two_processes_into_one_folder_leave_one_complete_model(checkpoint: Path, tmp_path: Path) -> None:
+    package = Path(checkpoint_module.__file__).parents[1]
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from hf_linattn import PerformerConfig, convert_checkpoint\n"
+        "convert_checkpoint(sys.argv[2], sys.argv[3], PerformerConfig(num_features=16))"
+    )
+    command = [sys.executable, "-c", code, str(package), str(checkpoint), str(tmp_path / "out")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert 0 in codes, errors
+    assert all(code == 0 or "not empty" in error for code, error in zip(codes, errors, strict=True)), errors
+    assert listing(tmp_path) == ["a checkpoint", "out"]
+    assert AutoModel.from_pretrained(tmp_path / "out")(**inputs_for("AutoModel")).last_hidden_state.isfinite().all()
