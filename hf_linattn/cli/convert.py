@@ -11,7 +11,7 @@ from ..conversion.checkpoint import convert_checkpoint
 from ..conversion.convert import POSITION_EXTENSIONS
 from ..conversion.summary import summarize
 from ..data.documents import DataConfig, load_documents
-from ..modeling.configuration_linattn import METHODS, AttentionConfig, LayerwiseConfig
+from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, method_configs
 from ..modeling.modeling_linattn import AUTO_CLASSES
 from .options import add_options, taken
 
@@ -24,7 +24,8 @@ class ConvertOptions:
 
     output: str = field(metadata={"help": "Folder to write. It appears when it is complete."})
     method: str | None = field(
-        default=None, metadata={"help": "Which attention. Required without --config.", "choices": tuple(METHODS)}
+        default=None,
+        metadata={"help": "Which attention. Required without --config.", "choices": tuple(method_configs())},
     )
     config: str | None = field(
         default=None,
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ConvertOptions)
     add_options(parser.add_argument_group("both methods"), AttentionConfig)
     common = frozenset(f.name for f in dataclasses.fields(AttentionConfig))
-    for name, config_class in METHODS.items():
+    for name, config_class in method_configs().items():
         add_options(parser.add_argument_group(name), config_class, skip=common)
 
 
@@ -96,8 +97,8 @@ def run(given: dict[str, Any]) -> None:
 
 def _of_options(options: ConvertOptions, given: dict[str, Any]) -> AttentionConfig:
     if options.method is None:
-        raise ValueError(f"Give --method ({' or '.join(METHODS)}) or --config.")
-    config_class = METHODS[options.method]
+        raise ValueError(f"Give --method ({' or '.join(method_configs())}) or --config.")
+    config_class = method_configs()[options.method]
     if foreign := sorted(set(given) - {f.name for f in dataclasses.fields(config_class)}):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise ValueError(f"{names}: not an option of --method {options.method}.")

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from ..modeling.architectures import FAMILIES
 from ..modeling.feature_maps import FeatureMap
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, self_attentions
-from ..modeling.performer import PerformerAttention
 from .softmax import AttentionCall, watch_attention
 
 #: Steps of training, and sequences in each.
@@ -93,7 +92,7 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
     if not fitted:
         raise ValueError("calibration_texts: far=False in all layers leaves nothing to fit.")
     for module in fitted:
-        if isinstance(module, PerformerAttention):
+        if module.config.method == "performer":
             if module.config.feature_map != "learned":
                 raise ValueError(
                     f"calibration_texts: feature_map={module.config.feature_map!r} has nothing that data could fit; it "
@@ -107,8 +106,8 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
 
 
 def _fit(module: LinearAttention, call: AttentionCall) -> None:
-    if isinstance(module, PerformerAttention):
-        center(module.feature_map, call.query, call.key, call.lengths)
+    if module.config.method == "performer":
+        center(module.far_part.feature_map, call.query, call.key, call.lengths)
         _train(module, call, _RATES["features"])
     else:
         _train(module, call, _RATES["projection"])

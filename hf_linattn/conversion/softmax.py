@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +18,24 @@ from ..modeling.modeling_linattn import self_attentions
 class SoftmaxAttention(nn.Module):
     """Softmax attention in the place of a linear one, called as that is."""
 
-    # no state in the cache: it is not asked to generate
-    causal: ClassVar[bool] = False
-
     def __init__(self, *, is_causal: bool) -> None:
         super().__init__()
         self.is_causal = is_causal
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *, scale: float = 1.0
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor | None = None,
+        cache: None = None,
+        *,
+        scale: float = 1.0,
     ) -> Tensor:
-        """softmax(scale q k^T) v of (batch, heads, length, head_dim), `lengths` of a row real; same shape."""
+        """softmax(scale q k^T) v of (batch, heads, length, head_dim), `lengths` of a row valid; same shape.
+
+        It has no state: `cache` is None.
+        """
         length, mask, is_causal = query.shape[2], None, self.is_causal
         if lengths is not None:
             position = torch.arange(length, device=query.device)

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from ..conversion.softmax import SoftmaxAttention
 from ..modeling.architectures import FAMILIES
 from ..modeling.attention_interface import ATTENTION_NAME
-from ..modeling.causal_linformer import CausalLinformerAttention
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, position_offset, self_attentions
 
 # Weights that differ by no more than this share of the greatest one are as great.
@@ -316,7 +315,7 @@ def _near(linear: LinearAttention, attention: _Attention, positions: Tensor) -> 
     """Which keys the exact branch holds for the queries at `positions`, (heads, queries, length); [] without one."""
     config = linear.config
     # without a window, a causal Linformer still sees the query's own segment exactly
-    has_near = config.window_size or config.global_tokens or isinstance(linear, CausalLinformerAttention)
+    has_near = config.window_size or config.global_tokens or (linear.causal and config.method == "linformer")
     if not (config.near and has_near):
         return []
     far, config.far = config.far, False

@@ -4,8 +4,8 @@ Every model with `_supports_attention_backend` looks both up by the name in `con
 The mask stays small. It is what `linattn_mask` returns, over all tokens that the layers have seen:
 
     None                     nothing is padded
-    (batch,) long            rows are padded at the end only; how many real tokens each has
-    (batch, length) bool     True at real tokens, wherever they stand
+    (batch,) long            rows are padded at the end only; how many valid tokens each has
+    (batch, length) bool     True at valid tokens, wherever they stand
 """
 
 from typing import Any
@@ -20,6 +20,8 @@ from .cache import LinAttnCacheLayer, cache_layer
 
 # One name per loaded copy of this code: a checkpoint pinned to older remote code keeps its own functions.
 ATTENTION_NAME = f"linattn.{__package__}"
+# The keyword by which a decoder's body hands its cache down to the attention function: see `modeling_linattn`.
+CACHE_KEYWORD = "linattn_cache"
 
 
 def linattn_mask(
@@ -94,7 +96,6 @@ def linattn_attention_forward(
             f"attention_mask has shape {tuple(attention_mask.shape)}; a converted model takes (batch, length)."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    cache = cache_layer(key)
     if groups := query.shape[1] // key.shape[1] - 1:
         # (batch, key heads, ...) -> (batch, heads, ...): each for the query heads that share it
         key, value = (x.repeat_interleave(groups + 1, dim=1) for x in (key, value))
@@ -106,6 +107,7 @@ def linattn_attention_forward(
         dtype = value.dtype
         if getattr(module, "reorder_and_upcast_attn", False):
             query, key, value = query.float(), key.float(), value.float()
+        cache = cache_layer(kwargs.get(CACHE_KEYWORD), module)
         out = _linear_attention(linear, query, key, value, attention_mask, scaling, cache).to(dtype)
     # heads after positions, as Transformers' attention functions return them
     return out.transpose(1, 2).contiguous(), None
@@ -142,28 +144,26 @@ def _linear_attention(
     scaling: float,
     cache: LinAttnCacheLayer | None,
 ) -> Tensor:
-    """Rows are handed on with their real tokens first, so that blocks and segments do not depend on the padding."""
+    """Rows are handed on with their valid tokens first, so that blocks and segments do not depend on the padding."""
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{key.shape[2]} keys for {query.shape[2]} queries: a converted layer attends to the tokens that it is "
             "given, and to earlier ones through the state in a cache that the model itself made or prepared."
         )
-    # only decoders' layers take a cache layer
-    state = (cache,) if linear.causal else ()
     # the methods choose their own precision, operation by operation
     with torch.autocast(device_type=query.device.type, enabled=False):
         key, value = key.to(query.dtype), value.to(query.dtype)
         if mask is None or mask.ndim == 1:
-            return linear(query, key, value, mask, *state, scale=scaling)
+            return linear(query, key, value, mask, cache, scale=scaling)
         # of a mask over all tokens so far, the new ones
         mask = mask[:, -query.shape[2] :]
-        # where each token goes, real ones first and all in their order; a stable sort, which ONNX does not have
-        real = mask.cumsum(-1)
-        rank = torch.where(mask, real, real[:, -1:] + (~mask).cumsum(-1)) - 1
+        # where each token goes, valid ones first and all in their order; a stable sort, which ONNX does not have
+        valid = mask.cumsum(-1)
+        rank = torch.where(mask, valid, valid[:, -1:] + (~mask).cumsum(-1)) - 1
         position = torch.arange(rank.shape[-1], device=rank.device).expand_as(rank)
         order = torch.zeros_like(rank).scatter(-1, rank, position)
         aligned = (_take(x, order) for x in (query, key, value))
-        return _take(linear(*aligned, real[:, -1], *state, scale=scaling), rank)
+        return _take(linear(*aligned, valid[:, -1], cache, scale=scaling), rank)
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Rows of tokens, and rows cut into blocks: what is near a query, and sums over all that is far from it.
 
-Shapes: a *row* is one document of a batch; its keys stand left-aligned, `lengths[row]` of them real.
+Shapes: a *row* is one document of a batch; its keys stand left-aligned, `lengths[row]` of them valid.
 `window` is the block size w and `blocks` = ceil(length / w). A key is *near* a query when it lies in
-the query's block or in one of its two neighbours; every other key is *far*.
+the query's block or in one of its two neighbors; every other key is *far*.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,16 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 # Tokens that are worked on at a time: on a CPU few enough that what is made of them stays in the cache, and that
 # the allocator gives the same memory again; elsewhere enough to fill the device.
-_CPU_PIECE, _PIECE = 512, 8192
+_CPU_CHUNK, _CHUNK = 512, 8192
 # Rows of so many tokens trade time for memory in training.
 _LONG = 2048
-
-
-def row_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Number of real keys per row, shape (batch,) or, without padding, (1,)."""
-    if lengths is None:
-        return torch.full((1,), length, device=device, dtype=torch.long)
-    return lengths
 
 
 def to_blocks(x: Tensor, window: int) -> Tensor:
@@ -43,7 +36,7 @@ def from_blocks(x: Tensor, length: int) -> Tensor:
     return x.flatten(2, 3)[:, :, :length]
 
 
-def with_neighbours(x: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+def with_neighbors(x: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
     """(..., blocks, window, dim) -> (..., end - begin, 3 * window, dim): the previous block, the block, the next."""
     end = x.shape[-3] if end is None else end
     # zeros where there is no block before the first or after the last
@@ -52,14 +45,14 @@ def with_neighbours(x: Tensor, begin: int = 0, end: int | None = None) -> Tensor
     return torch.cat((padded[..., :-2, :, :], padded[..., 1:-1, :, :], padded[..., 2:, :, :]), dim=-2)
 
 
-def piece_size(device: torch.device) -> int:
+def chunk_size(device: torch.device) -> int:
     """How many tokens are worked on at a time."""
-    return _CPU_PIECE if device.type == "cpu" else _PIECE
+    return _CPU_CHUNK if device.type == "cpu" else _CHUNK
 
 
-def pieces(blocks: int, window: int, device: torch.device) -> list[tuple[int, int]]:
-    """Runs of whole blocks, (begin, end), of some tokens each: what is large in one run then stays in the cache."""
-    step = max(piece_size(device) // window, 1)
+def chunks(blocks: int, window: int, device: torch.device) -> list[tuple[int, int]]:
+    """Chunks of whole blocks, (begin, end), of some tokens each: what is large in one chunk then stays in the cache."""
+    step = max(chunk_size(device) // window, 1)
     return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
 
@@ -73,7 +66,7 @@ def recomputed(function: Callable[..., Any], length: int, *arguments: Any) -> An
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def put_together(parts: Iterable[Tensor], tokens: int) -> Tensor:
+def concatenate(parts: Iterable[Tensor], tokens: int) -> Tensor:
     """torch.cat of parts (batch, some of the tokens, ...) as they come, (batch, tokens, ...).
 
     Without gradients each is written where it belongs and forgotten: kept until the end, they would all take fresh
@@ -93,7 +86,7 @@ def put_together(parts: Iterable[Tensor], tokens: int) -> Tensor:
 
 
 def near_keys(lengths: Tensor, blocks: int, window: int, first: int, start: int = 0) -> Tensor:
-    """Which of the keys that `with_neighbours` gathers are real keys, shape (batch, blocks, 3 * window), bool.
+    """Which of the keys that `with_neighbors` gathers are valid keys, shape (batch, blocks, 3 * window), bool.
 
     `start` is the first of the blocks. Keys before position `first` are left out: they are the global
     tokens, which every query sees anyway.
@@ -118,7 +111,7 @@ class FarDifferences:
     """sum over far tokens j of weights[:, j] x[j] for each block of queries: those of all tokens minus the near ones.
 
     What rounding leaves is of the size of the sum over all tokens. That does no harm where the sums are used as they
-    are, and would where they are divided by how much is far (`feature_sums.FarSums`).
+    are, and would where they are divided by how much is far (`feature_sums.SumsByBlock`).
 
     Args:
         weights: (batch or 1, heads or 1, rows, length).
@@ -131,7 +124,7 @@ class FarDifferences:
         # all tokens as one block: (batch, 1, rows, heads, dim)
         self.total = _products(weights.unsqueeze(3), x.unsqueeze(1))
 
-    def run(self, begin: int, end: int) -> Tensor:
+    def chunk(self, begin: int, end: int) -> Tensor:
         """The sums for the blocks begin .. end - 1: (batch, end - begin, rows, heads, dim)."""
         products = _block_products(self.weights, self.x, self.window, begin, end)
         return (self.total - products[:, :-2]).sub_(products[:, 1:-1]).sub_(products[:, 2:])
@@ -170,19 +163,8 @@ def between(x: Tensor, begin: int, end: int, dim: int) -> Tensor:
     return F.pad(part, (0, 0) * trailing + (max(-begin, 0), max(end - length, 0)))
 
 
-def near_mask(length: int, lengths: Tensor | None, window: int, global_tokens: int, device: torch.device) -> Tensor:
-    """Quadratic reference: which keys are near which query, shape (batch, length, length), bool."""
-    position = torch.arange(length, device=device)
-    real = position < row_lengths(lengths, length, device)[:, None]
-    near = position < global_tokens
-    if window:
-        block = position // window
-        near = near | ((block[:, None] - block[None, :]).abs() <= 1)
-    return near.expand(length, length) & real[:, None, :]
-
-
 def near_tokens(x: Tensor, begin: int, end: int, window: int) -> Tensor:
-    """Blocks begin .. end - 1 with their neighbours, (batch, blocks, 3 * window, heads, dim), a view.
+    """Blocks begin .. end - 1 with their neighbors, (batch, blocks, 3 * window, heads, dim), a view.
 
     x is (batch, length, heads, dim); zeros where there is no block before the first or after the last.
     """
@@ -194,34 +176,6 @@ def at(x: Tensor, index: Tensor) -> Tensor:
     """x (batch, heads, length, dim) at the positions (batch, positions) of each row, those outside clamped."""
     # one index for all heads and dimensions: (batch, 1, positions, 1)
     return x.take_along_dim(index.clamp(0, x.shape[2] - 1)[:, None, :, None], dim=2)
-
-
-def first_tokens(old: Tensor | None, new: Tensor, count: int, seen: Tensor) -> Tensor:
-    """The first `count` tokens of each row, (batch, heads, count, dim), once `new` came after `old` ones, if any."""
-    if not count:
-        return new[:, :, :0]
-    if old is None:
-        return F.pad(new[:, :, :count], (0, 0, 0, max(count - new.shape[2], 0)))
-    rank = torch.arange(count, device=new.device)
-    return at(torch.cat((old, new), dim=2), torch.where(rank < seen[:, None], rank, count + rank - seen[:, None]))
-
-
-def last_tokens(tokens: Tensor, count: int, lengths: Tensor | None, new: int) -> Tensor:
-    """The last `count` real tokens of each row; `tokens` are `count` older ones and `new` more, `lengths` real."""
-    if not count:
-        return tokens[:, :, :0]
-    if lengths is None:
-        return tokens[:, :, new:]
-    return at(tokens, lengths[:, None] + torch.arange(count, device=tokens.device))
-
-
-def newest_tokens(old: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
-    """The last real tokens of each row, as many as `old` holds, once `new` came after them, `lengths` of them real."""
-    count, length = old.shape[2], new.shape[2]
-    if lengths is None and length >= count:
-        # a copy: a view would keep all tokens in memory as long as the state lives
-        return new[:, :, length - count :].clone()
-    return last_tokens(torch.cat((old, new), dim=2), count, lengths, length)
 
 
 def after_end(out: Tensor, lengths: Tensor | None) -> Tensor:

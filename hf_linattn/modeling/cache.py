@@ -1,25 +1,24 @@
 """The state of a converted decoder layer as a layer of Transformers' `Cache`.
 
 `generate` and whoever calls the model make a `DynamicCache` as always; `prepare_cache` puts the layers
-below in it before the first token. A layer hands itself to the attention function on the keys that pass
-through `update`, since the attention function is not given the cache.
+below in it before the first token. The model's body hands the cache down to the attention function as a keyword,
+which Transformers' decoder layers pass on.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-# Where `update` leaves the layer for the attention function to find.
-_MARK = "_linattn_cache_layer"
+from .state import State
 
 
 class LinAttnCacheLayer(CacheLayerMixin):
     """State of one layer: tensors, batch first, whose size does not grow with the text.
 
     Attributes:
-        state: a NamedTuple; None before the first token.
+        state: what came so far; None before the first token.
         tokens: how many tokens came, padding included.
     """
 
@@ -29,7 +28,7 @@ class LinAttnCacheLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: Any = None
+        self.state: State | None = None
         self.tokens = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -39,7 +38,6 @@ class LinAttnCacheLayer(CacheLayerMixin):
         """Count the new tokens, and hand keys and values on as they are: (batch, heads, new tokens, dim)."""
         self.is_initialized = True
         self.tokens += key_states.shape[2]
-        setattr(key_states, _MARK, self)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -59,7 +57,7 @@ class LinAttnCacheLayer(CacheLayerMixin):
 
     def _map(self, function: Any) -> None:
         if self.state is not None:
-            self.state = type(self.state)(*(function(tensor) for tensor in self.state))
+            self.state = self.state.map(function)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -72,7 +70,7 @@ class LinAttnCacheLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         if self.state is not None:
-            self.device = self.state[0].device
+            self.device = self.state.seen.device
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
@@ -86,12 +84,15 @@ class LinAttnCacheLayer(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Size of the state in bytes."""
-        return 0 if self.state is None else sum(tensor.numel() * tensor.element_size() for tensor in self.state)
+        return 0 if self.state is None else sum(x.numel() * x.element_size() for x in self.state.tensors())
 
 
-def cache_layer(key: Tensor) -> LinAttnCacheLayer | None:
-    """The cache layer that the keys came through; None without a cache."""
-    return getattr(key, _MARK, None)
+def cache_layer(cache: Cache | None, module: nn.Module) -> LinAttnCacheLayer | None:
+    """The layer of the cache that belongs to an attention module; None without a cache."""
+    if cache is None:
+        return None
+    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return cache.layers[module.layer_idx]  # type: ignore[index,return-value]
 
 
 def prepare_cache(cache: Cache, converted: Iterable[int]) -> None:

@@ -14,16 +14,21 @@ from transformers import PreTrainedConfig
 
 from .architectures import FAMILIES, MODEL_TYPE_PREFIX
 
-# `blocks` and `merge` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
+# `blocks`, `far_part` and `merge` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
 # nothing further
 from .blocks import to_blocks  # noqa: F401
+from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
-from .merge import join  # noqa: F401
+from .merge import merge  # noqa: F401
 from .projections import PROJECTIONS, SHARING
 from .validation import check_choice, check_integer
 
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
 FORMAT_VERSION = 1
+
+
+# method -> class of its settings
+_CONFIGS: dict[str, type["AttentionConfig"]] = {}
 
 
 @dataclass(kw_only=True)
@@ -34,6 +39,7 @@ class AttentionConfig:
         ValueError: a field has a value that is not allowed; the message names it.
     """
 
+    #: name of the method; subclasses are found by it
     method: ClassVar[str] = ""
 
     window_size: int = field(
@@ -58,6 +64,10 @@ class AttentionConfig:
         default=None, metadata={"help": "Longest document in tokens. Default: as many as the checkpoint has positions."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of random features and fixed projections."})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _CONFIGS[cls.method] = cls
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -90,10 +100,6 @@ class AttentionConfig:
     def of_layer(self, index: int) -> "AttentionConfig | None":
         """The settings of layer `index`, or None where it stays softmax."""
         return self if self.layers is None or index in self.layers else None
-
-    def joining(self) -> dict[str, Any]:
-        """How near and far are joined, as all attention functions take it."""
-        return {name: getattr(self, name) for name in ("window_size", "global_tokens", "near", "far")}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with the method's name and the version of the format."""
@@ -167,7 +173,7 @@ class PerformerConfig(AttentionConfig):
         metadata={
             "help": "positive (FAVOR+), hyperbolic and trigonometric estimate softmax; relu and elu replace it; "
             "learned starts as FAVOR+ and is trained.",
-            "choices": FEATURE_MAPS,
+            "choices": tuple(FEATURE_MAPS),
         },
     )
     orthogonal: bool = field(
@@ -188,14 +194,11 @@ class PerformerConfig(AttentionConfig):
             raise ValueError(f"{type(self).__name__}: orthogonal={self.orthogonal!r} must be True or False.")
         if self.redraw_interval is not None:
             check_integer(type(self).__name__, "redraw_interval", self.redraw_interval, 1)
-        if self.feature_map in ("hyperbolic", "trigonometric") and self.num_features % 2:
+        if self.num_features % (each := FEATURE_MAPS[self.feature_map].features_per_direction):
             raise ValueError(
-                f"{type(self).__name__}: num_features={self.num_features} must be even for "
-                f"feature_map={self.feature_map!r}, which has two features per direction."
+                f"{type(self).__name__}: num_features={self.num_features} must be a multiple of {each} for "
+                f"feature_map={self.feature_map!r}, which has {each} features per direction."
             )
-
-
-METHODS = {cls.method: cls for cls in (LinformerConfig, PerformerConfig)}
 
 
 @dataclass(kw_only=True)
@@ -227,10 +230,9 @@ class LayerwiseConfig(AttentionConfig):
             for index in sorted(layers)
         }
         for index, settings in self.by_layer.items():
-            if not isinstance(settings, tuple(METHODS.values())):
-                raise ValueError(
-                    f"{name}: by_layer[{index}]={settings!r} must be a LinformerConfig or a PerformerConfig."
-                )
+            if type(settings) not in (classes := method_configs().values()):
+                allowed = " or a ".join(cls.__name__ for cls in classes)
+                raise ValueError(f"{name}: by_layer[{index}]={settings!r} must be a {allowed}.")
             if settings.max_length not in (None, self.max_length):
                 raise ValueError(
                     f"{name}: by_layer[{index}].max_length={settings.max_length}, and that of the whole model is "
@@ -273,16 +275,20 @@ def _switched(settings: AttentionConfig, *, near: bool, far: bool) -> AttentionC
     return dataclasses.replace(settings, near=settings.near and near, far=settings.far and far)
 
 
+def method_configs() -> dict[str, type[AttentionConfig]]:
+    """Name of each method -> class of its settings, those by layer left out."""
+    return {method: cls for method, cls in _CONFIGS.items() if cls is not LayerwiseConfig}
+
+
 def method_class(method: Any) -> type[AttentionConfig]:
     """The settings class of a method, or of settings by layer.
 
     Raises:
         ValueError: there is no such method.
     """
-    classes: dict[str, type[AttentionConfig]] = {**METHODS, LayerwiseConfig.method: LayerwiseConfig}
-    if method not in classes:
-        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, classes))}.")
-    return classes[method]
+    if method not in _CONFIGS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, _CONFIGS))}.")
+    return _CONFIGS[method]
 
 
 class LinAttnConfig(PreTrainedConfig):

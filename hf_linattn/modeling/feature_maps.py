@@ -9,7 +9,8 @@ Sources: Choromanski et al. 2021, "Rethinking Attention with Performers" (arXiv:
 """
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from transformers import initialization as init
 
 from .merge import LOG2_E
 
-FEATURE_MAPS = ("positive", "hyperbolic", "trigonometric", "relu", "elu", "learned")
 # relu features may all be zero: the constant of the authors' code keeps every key visible
 _RELU_EPSILON = 1e-3
 
@@ -108,7 +108,7 @@ def trigonometric_features(x: Tensor, directions: Tensor, scale: float = 1.0, re
 
 
 def relu_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
-    """(relu(w.x) + 0.001) / sqrt(m): generalised attention, not an estimate of exp(q.k) (section 2.2)."""
+    """(relu(w.x) + 0.001) / sqrt(m): generalized attention, not an estimate of exp(q.k) (section 2.2)."""
     factor = (F.relu(x @ (directions * scale**0.5).transpose(-1, -2)) + _RELU_EPSILON) / math.sqrt(directions.shape[-2])
     return Features(torch.zeros_like(x[..., :1]), factor)
 
@@ -118,89 +118,62 @@ def elu_features(x: Tensor) -> Features:
     return Features(torch.zeros_like(x[..., :1]), (F.elu(x) + 1) / math.sqrt(x.shape[-1]))
 
 
-_RANDOM = {
-    "positive": positive_features,
-    "hyperbolic": hyperbolic_features,
-    "trigonometric": trigonometric_features,
-    "relu": relu_features,
-}
-
-
 class FeatureMap(nn.Module):
-    """One layer's feature map for queries and for keys.
+    """One layer's feature map for queries and for keys. Subclasses are registered in `FEATURE_MAPS`.
 
     Args:
-        feature_map: one of `FEATURE_MAPS`. `learned` starts as `positive` and then trains, per head and
-            apart for queries and keys, the directions, an offset per feature and the weight of |x|^2.
-        num_features: length m of phi; hyperbolic and trigonometric maps draw m / 2 directions.
+        num_features: length m of phi.
         orthogonal: orthogonal or independent directions.
         seed: seed of the layer's directions, drawn per head.
 
+    Attributes:
+        signed: features can be negative, so that an estimated mass can come out as zero or below.
+        features_per_direction: how many features share one direction.
+        num_directions: how many directions there are per head.
+
     Raises:
-        ValueError: `num_features` is odd for a map of two features per direction.
+        ValueError: `num_features` is no multiple of `features_per_direction`.
     """
 
-    directions: Tensor
-    draws: Tensor
+    signed: ClassVar[bool] = False
+    features_per_direction: ClassVar[int] = 1
 
-    def __init__(
-        self, *, feature_map: str, num_heads: int, head_dim: int, num_features: int, orthogonal: bool, seed: int
-    ) -> None:
+    def __init__(self, *, num_heads: int, head_dim: int, num_features: int, orthogonal: bool, seed: int) -> None:
         super().__init__()
-        self.feature_map, self.orthogonal, self.seed = feature_map, orthogonal, seed
-        per_direction = 2 if feature_map in ("hyperbolic", "trigonometric") else 1
-        if num_features % per_direction:
-            raise ValueError(f"num_features={num_features}: feature_map={feature_map!r} needs an even number.")
-        shape = (num_heads, num_features // per_direction, head_dim)
-        if feature_map == "learned":
-            for side in ("query", "key"):
-                self.register_parameter(f"{side}_directions", nn.Parameter(torch.empty(shape)))
-                self.register_parameter(f"{side}_offset", nn.Parameter(torch.empty(num_heads, 1, num_features)))
-                self.register_parameter(f"{side}_square", nn.Parameter(torch.empty(num_heads, 1, 1)))
-        elif feature_map != "elu":
-            self.register_buffer("directions", torch.empty(shape))
-            # how often the directions were drawn anew: recorded, so that a resumed run draws the same ones
-            self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+        if num_features % self.features_per_direction:
+            raise ValueError(
+                f"num_features={num_features} must be a multiple of {self.features_per_direction} for "
+                f"{type(self).__name__}."
+            )
+        self.num_heads, self.head_dim, self.num_features = num_heads, head_dim, num_features
+        self.orthogonal, self.seed = orthogonal, seed
+        self.make_tensors()
         self.reset_parameters()
 
     @property
-    def signed(self) -> bool:
-        """Whether features can be negative, so that an estimated mass can come out as zero or below."""
-        return self.feature_map == "trigonometric"
+    def num_directions(self) -> int:
+        return self.num_features // self.features_per_direction
 
-    def _draw(self, shape: torch.Size, draw: int) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(self.seed + 7919 * draw)
-        heads, directions, head_dim = shape
-        per_head = [
-            random_directions(directions, head_dim, orthogonal=self.orthogonal, generator=generator)
-            for _ in range(heads)
-        ]
-        return torch.stack(per_head)
+    def make_tensors(self) -> None:
+        """Register parameters and buffers, without values."""
+
+    def draw(self, count: int = 0) -> Tensor:
+        """The directions of the `count`-th draw from the seed, (heads, num_directions, head_dim)."""
+        generator = torch.Generator("cpu").manual_seed(self.seed + 7919 * count)
+        draw = partial(random_directions, orthogonal=self.orthogonal, generator=generator)
+        return torch.stack([draw(self.num_directions, self.head_dim) for _ in range(self.num_heads)])
+
+    def set_tensors(self) -> None:
+        """Give parameters and buffers their initial values, through `transformers.initialization`."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fill whatever was not loaded from a checkpoint; nothing on the meta device."""
-        if any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
-            return
-        if self.feature_map == "learned":
-            for side in ("query", "key"):
-                directions = getattr(self, f"{side}_directions")
-                # both sides start with the same draw: only then is phi(q) . phi(k) an estimate of exp(q.k)
-                init.copy_(directions, self._draw(directions.shape, 0))
-                init.zeros_(getattr(self, f"{side}_offset"))
-                init.ones_(getattr(self, f"{side}_square"))
-        elif self.feature_map != "elu":
-            init.copy_(self.directions, self._draw(self.directions.shape, 0))
-            init.zeros_(self.draws)
+        if not any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
+            self.set_tensors()
 
-    @torch.no_grad()
     def redraw(self) -> None:
-        """Draw the random directions anew; `learned` and `elu` have none, and stay."""
-        if "directions" not in self._buffers:
-            return
-        self.draws = self.draws + 1
-        # a new tensor, not a write into the old one: a backward pass may still need that
-        self.directions = self._draw(self.directions.shape, int(self.draws)).to(self.directions)
+        """Draw the random directions anew, where there are any."""
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         """Features of queries or keys x (batch, heads, length, head_dim), float32.
@@ -211,13 +184,104 @@ class FeatureMap(nn.Module):
             relative: leave out, where that is less work, what multiplies all features of a token alike. Of queries
                 it cancels where nothing but features is summed up.
         """
-        if self.feature_map == "elu":
-            return elu_features(x * scale**0.5)
-        if self.feature_map == "learned":
-            directions = getattr(self, f"{side}_directions").to(x.dtype)
-            square = None if relative else getattr(self, f"{side}_square") * (_square(x) * (scale / 2))
-            return Features(_log2_positive(x, directions, square, scale, getattr(self, f"{side}_offset")), None)
-        return _RANDOM[self.feature_map](x, self.directions.to(x.dtype), scale, relative)
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
-        return f"feature_map={self.feature_map!r}, orthogonal={self.orthogonal}, seed={self.seed}"
+        return f"num_features={self.num_features}, orthogonal={self.orthogonal}, seed={self.seed}"
+
+
+class RandomFeatureMap(FeatureMap):
+    """A feature map with random directions in a buffer, the same for queries and keys."""
+
+    directions: Tensor
+    draws: Tensor
+
+    def make_tensors(self) -> None:
+        self.register_buffer("directions", torch.empty(self.num_heads, self.num_directions, self.head_dim))
+        # how often the directions were drawn anew: recorded, so that a resumed run draws the same ones
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+
+    def set_tensors(self) -> None:
+        init.copy_(self.directions, self.draw())
+        init.zeros_(self.draws)
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        self.draws = self.draws + 1
+        # a new tensor, not a write into the old one: a backward pass may still need that
+        self.directions = self.draw(int(self.draws)).to(self.directions)
+
+
+class PositiveMap(RandomFeatureMap):
+    """FAVOR+: see `positive_features`."""
+
+    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        return positive_features(x, self.directions.to(x.dtype), scale, relative)
+
+
+class HyperbolicMap(RandomFeatureMap):
+    """See `hyperbolic_features`."""
+
+    features_per_direction = 2
+
+    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        return hyperbolic_features(x, self.directions.to(x.dtype), scale, relative)
+
+
+class TrigonometricMap(RandomFeatureMap):
+    """See `trigonometric_features`."""
+
+    signed = True
+    features_per_direction = 2
+
+    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        return trigonometric_features(x, self.directions.to(x.dtype), scale, relative)
+
+
+class ReluMap(RandomFeatureMap):
+    """See `relu_features`."""
+
+    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        return relu_features(x, self.directions.to(x.dtype), scale, relative)
+
+
+class EluMap(FeatureMap):
+    """See `elu_features`: one feature per dimension, whatever `num_features`."""
+
+    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        return elu_features(x * scale**0.5)
+
+
+class LearnedMap(FeatureMap):
+    """Starts as `PositiveMap`; then trains, per head and apart for queries and keys, the directions, an offset per
+    feature and the weight of |x|^2."""
+
+    def make_tensors(self) -> None:
+        for side in ("query", "key"):
+            directions = torch.empty(self.num_heads, self.num_directions, self.head_dim)
+            self.register_parameter(f"{side}_directions", nn.Parameter(directions))
+            self.register_parameter(f"{side}_offset", nn.Parameter(torch.empty(self.num_heads, 1, self.num_features)))
+            self.register_parameter(f"{side}_square", nn.Parameter(torch.empty(self.num_heads, 1, 1)))
+
+    def set_tensors(self) -> None:
+        for side in ("query", "key"):
+            # both sides start with the same draw: only then is phi(q) . phi(k) an estimate of exp(q.k)
+            init.copy_(getattr(self, f"{side}_directions"), self.draw())
+            init.zeros_(getattr(self, f"{side}_offset"))
+            init.ones_(getattr(self, f"{side}_square"))
+
+    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        directions = getattr(self, f"{side}_directions").to(x.dtype)
+        square = None if relative else getattr(self, f"{side}_square") * (_square(x) * (scale / 2))
+        return Features(_log2_positive(x, directions, square, scale, getattr(self, f"{side}_offset")), None)
+
+
+#: name in `PerformerConfig.feature_map` -> class
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "positive": PositiveMap,
+    "hyperbolic": HyperbolicMap,
+    "trigonometric": TrigonometricMap,
+    "relu": ReluMap,
+    "elu": EluMap,
+    "learned": LearnedMap,
+}

@@ -61,13 +61,13 @@ def expand_to_one(features: Features, scale: Tensor) -> tuple[Tensor, Tensor]:
     return phi if features.factor is None else phi * features.factor, shift
 
 
-def sum_up(features: Features, value_and_one: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """S and z of the keys where `held` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1).
+def sum_up(features: Features, value_and_one: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S and z of the keys where `valid` is True, and their shift: (..., M, value_dim + 1), (..., 1, M or 1).
 
     With None all are. The features may be written over.
     """
-    if held is not None:
-        features = Features(masked(features.log2_phi, ~held), features.factor)
+    if valid is not None:
+        features = Features(masked(features.log2_phi, ~valid), features.factor)
     phi, shift = expand_to_most(features)
     return phi.transpose(-1, -2) @ value_and_one, shift
 
@@ -93,16 +93,17 @@ def add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[
     return rescale(sums, shift, new_shift) + rescale(more, more_shift, new_shift), new_shift
 
 
-class FarSums:
-    """S and z of all keys that are far from a block of queries, for a run of blocks at a time.
+class SumsByBlock:
+    """S and z of all keys that are far from a block of queries, a chunk of blocks at a time.
 
-    The sums of all blocks are held: as much memory as the features of the keys where a block has value_dim + 1 tokens,
-    and more for smaller ones. What lies before a run is carried from run to run, what lies after it is added up ahead.
+    The sums of all blocks are kept: as much memory as the features of the keys where a block has value_dim + 1 tokens,
+    and more for smaller ones. What lies before a chunk is carried from chunk to chunk, what lies after it is added up
+    ahead.
     Nothing is subtracted from the sum over all keys: that would leave only rounding where the near blocks hold almost
     everything.
 
     Args:
-        parts: for each run what `sum_up` returns of each of its blocks: (batch, heads, blocks, M, value_dim + 1) and
+        parts: for each chunk what `sum_up` returns of each of its blocks: (batch, heads, blocks, M, value_dim + 1) and
             (batch, heads, blocks, 1, M or 1). The sums may be written over.
 
     Attributes:
@@ -114,7 +115,7 @@ class FarSums:
         scales = [(shift - finite(self.shift)).exp2().transpose(-1, -2) for _, shift in parts]
         multiply = torch.mul if torch.is_grad_enabled() else Tensor.mul_
         self.sums = [multiply(sums, scale) for (sums, _), scale in zip(parts, scales, strict=True)]
-        # sums over the blocks from `end + 1` on, for each run; from the last run to the first
+        # sums over the blocks from `end + 1` on, for each chunk; from the last to the first
         self.after = [self.start()]
         for index in range(len(self.sums) - 1, 0, -1):
             after = self.after[-1] + self.sums[index][:, :, 1:].sum(2)
@@ -124,11 +125,11 @@ class FarSums:
         self.after.reverse()
 
     def start(self) -> Tensor:
-        """The sum over no keys, (batch, heads, M, value_dim + 1): `before` of the first run."""
+        """The sum over no keys, (batch, heads, M, value_dim + 1): `before` of the first chunk."""
         return torch.zeros_like(self.sums[0][:, :, 0])
 
-    def run(self, index: int, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums for each block of a run, and `before` for the next.
+    def chunk(self, index: int, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums for each block of a chunk, and `before` for the next.
 
         Args:
             before: the sum over all blocks before begin - 1.

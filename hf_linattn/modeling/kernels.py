@@ -6,7 +6,7 @@ et al. 2024, arXiv:2312.06635, section 4.1),
     S_i = diag(2 ** (M_(i-1) - M_i)) S_(i-1) + (phi(k_i) 2 ** -M_i) [v_i, 1]^T,
 
 whose gates are at most 1 and whose keys at most 1. The kernels work in float32 with products as the device has them
-(TF32, say). What they compute, `causal_performer` computes without them.
+(TF32, say). What they compute, `far_performer` computes without them.
 """
 
 import importlib.util
@@ -42,17 +42,17 @@ def _gated_linear_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def gated_part(
-    query: Features, key: Features, value_and_one: Tensor, held: Tensor | None, sums: Tensor, shift: Tensor
+    query: Features, key: Features, value_and_one: Tensor, valid: Tensor | None, sums: Tensor, shift: Tensor
 ) -> tuple[Partial, Tensor, Tensor]:
     """What queries read of all keys up to their own, and the sums after the last.
 
     Args:
         query, key: features (batch, heads, length, M or 1). They may be written over.
         value_and_one: (batch, heads, length, value_dim + 1).
-        held: (batch, length) bool, which keys are there. None for all.
+        valid: (batch, length) bool, which keys exist. None for all.
         sums, shift: of earlier keys, (batch, heads, M, value_dim + 1) and (batch, heads, 1, M or 1).
     """
-    log2_key = key.log2_phi if held is None else masked(key.log2_phi, ~held[:, None, :, None])
+    log2_key = key.log2_phi if valid is None else masked(key.log2_phi, ~valid[:, None, :, None])
     # before the first token and after each: (batch, heads, length + 1, M or 1)
     shifts = torch.cat((shift, log2_key.detach()), dim=2).cummax(2).values
     before, after = shifts[:, :, :-1], finite(shifts[:, :, 1:])
@@ -75,4 +75,4 @@ def gated_part(
         output_final_state=True,
     )
     none = shifts[:, :, 1:, :1] == NEVER
-    return Partial(read_shift.masked_fill(none, NEVER), total.transpose(1, 2)), sums, shifts[:, :, -1:]
+    return Partial(read_shift.masked_fill(none, NEVER), total.transpose(1, 2)), sums, shifts[:, :, -1:].clone()

@@ -41,13 +41,13 @@ def shifted_exp2(exponent: Tensor, shift: Tensor) -> Tensor:
     return (exponent - shift).exp2() if torch.is_grad_enabled() else exponent.sub_(shift).exp2_()
 
 
-def exact_part(logits: Tensor, seen: Tensor | None, value_and_one: Tensor) -> Partial:
-    """Exact attention to the keys where `seen` is True; with None to all of them.
+def exact_part(logits: Tensor, valid: Tensor | None, value_and_one: Tensor) -> Partial:
+    """Exact attention to the keys where `valid` is True; with None to all of them.
 
     Args:
         logits: (..., queries, keys), times log2(e); may be written over.
     """
-    logits = logits if seen is None else masked(logits, ~seen)
+    logits = logits if valid is None else masked(logits, ~valid)
     shift = logits.detach().amax(-1, keepdim=True)
     return Partial(shift, shifted_exp2(logits, finite(shift)) @ value_and_one)
 
@@ -59,7 +59,7 @@ def masked(exponent: Tensor, out: Tensor) -> Tensor:
     return exponent + never if torch.is_grad_enabled() else exponent.add_(never)
 
 
-def join(parts: list[Partial]) -> Tensor:
+def merge(parts: list[Partial]) -> Tensor:
     """One softmax over the keys of all parts; zeros for a query that has none."""
     total = parts[0].total
     if len(parts) > 1:
@@ -81,7 +81,7 @@ def join(parts: list[Partial]) -> Tensor:
 def _size(part: Partial) -> Tensor:
     """Base-2 log of the mass, without gradient, (..., 1), -inf for none.
 
-    Parts are weighed by it and not by their shift: what is small for its scale must not outdo others on a lower one.
+    Parts are weighted by it and not by their shift: what is small for its scale must not outdo others on a lower one.
     """
     mass = part.total[..., -1:].detach()
     none = mass < torch.finfo(mass.dtype).tiny

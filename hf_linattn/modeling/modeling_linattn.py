@@ -8,7 +8,8 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from contextlib import contextmanager
+from typing import Any
 
 import transformers
 from torch import nn
@@ -16,22 +17,26 @@ from transformers import AutoModel, DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from .architectures import FAMILIES, Family
-from .attention_interface import ATTENTION_NAME
-
-# all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
+from .attention_interface import ATTENTION_NAME, CACHE_KEYWORD
 from .blocks import to_blocks  # noqa: F401
 from .cache import prepare_cache, tokens_seen
-from .causal_linformer import CausalLinformerAttention
-from .causal_performer import CausalPerformerAttention
+from .causal_projections import CausalProjection  # noqa: F401
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
+
+# all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
+from .far_linformer import LinformerFarPart  # noqa: F401
+from .far_part import FarPart  # noqa: F401
+from .far_performer import PerformerFarPart  # noqa: F401
 from .feature_maps import FeatureMap  # noqa: F401
 from .feature_sums import read  # noqa: F401
 from .kernels import gated_part  # noqa: F401
-from .linformer import LinformerAttention
-from .merge import join  # noqa: F401
-from .near_part import NearPart  # noqa: F401
-from .performer import PerformerAttention
+from .linear_attention import LinearAttention
+from .merge import merge  # noqa: F401
+from .methods import METHODS  # noqa: F401
+from .near import NearPart  # noqa: F401
 from .projections import Projection  # noqa: F401
+from .state import State  # noqa: F401
+from .validation import check_integer  # noqa: F401
 
 #: The heads that can be converted, by the auto class that loads them.
 AUTO_CLASSES = (
@@ -45,17 +50,6 @@ AUTO_CLASSES = (
     "AutoModelForNextSentencePrediction",
     "AutoModelForCausalLM",
 )
-
-# (method, causal) -> module
-_METHOD_MODULES: dict[tuple[str, bool], type[Any]] = {
-    ("linformer", False): LinformerAttention,
-    ("linformer", True): CausalLinformerAttention,
-    ("performer", False): PerformerAttention,
-    ("performer", True): CausalPerformerAttention,
-}
-_METHOD_CLASSES = (LinformerAttention, PerformerAttention)
-# the causal ones are subclasses of these
-LinearAttention: TypeAlias = LinformerAttention | PerformerAttention
 
 
 class LinAttnPreTrainedModel(PreTrainedModel):
@@ -72,6 +66,10 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         body: Any = self.base_model.get_submodule(family.body)
         # indices of the layers whose state is kept in the cache
         body.linattn_layers = _converted_layers(config) if family.causal else ()
+        parameters = list(inspect.signature(body.forward).parameters)
+        # how the body calls its inputs, and its cache: past_key_values in older versions of Transformers
+        body.linattn_inputs = parameters
+        body.linattn_cache_keyword = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         body.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     @property
@@ -82,14 +80,13 @@ class LinAttnPreTrainedModel(PreTrainedModel):
     def linear_attentions(self) -> Iterator[tuple[str, LinearAttention]]:
         """Names and modules of the converted layers' linear attention, first layer first."""
         for name, module in self.named_modules():
-            if isinstance(module, _METHOD_CLASSES):
+            if isinstance(module, LinearAttention):
                 yield name, module
 
     def redraw_features(self) -> None:
         """Draw the random directions of every Performer layer anew; the next draw is recorded and reproducible."""
         for _, module in self.linear_attentions():
-            if isinstance(module, PerformerAttention):
-                module.feature_map.redraw()
+            module.redraw()
 
     def set_branches(self, *, near: bool = True, far: bool = True) -> None:
         """Switch the exact part or the method's own part off or on, in every layer and in the config.
@@ -101,11 +98,25 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         self.config.linattn = settings.to_dict()
         family = FAMILIES[self.config.base_model_type]
         for index, (_, attention) in enumerate(self_attentions(self, family)):
-            its_own: Any = settings.of_layer(index)
+            its_own = settings.of_layer(index)
             # more than one where an adapter has a copy
             for module in attention.modules():
-                if its_own is not None and isinstance(module, _METHOD_CLASSES):
-                    module.config = its_own
+                if its_own is not None and isinstance(module, LinearAttention):
+                    module.near, module.far = its_own.near, its_own.far
+
+    @contextmanager
+    def branches(self, *, near: bool = True, far: bool = True) -> Iterator[None]:
+        """While this lasts, the exact part or the method's own part is switched off or on, as by `set_branches`.
+
+        Raises:
+            ValueError: nothing would be left to attend to.
+        """
+        before = self.config.attention
+        self.set_branches(near=near, far=far)
+        try:
+            yield
+        finally:
+            self.set_branches(near=before.near, far=before.far)
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[operator]  # wrapped by decorators without types
@@ -200,14 +211,14 @@ def linear_attention(
 
     `shared` is the first layer's module where all layers share one projection.
     """
-    options = {"shared": shared} if shared is not None else {}
-    return _METHOD_MODULES[config.method, FAMILIES[model_config.base_model_type].causal](
+    return LinearAttention(
         config,
         num_heads=model_config.num_attention_heads,
         head_dim=head_dim(model_config),
+        causal=FAMILIES[model_config.base_model_type].causal,
         # far apart: no two layers of any two seeds that people choose draw the same numbers
         seed=config.seed * 1_000_003 + index,
-        **options,
+        shared=shared,
     )
 
 
@@ -221,24 +232,26 @@ def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         )
     if body.training:
         for module in body.modules():
-            if isinstance(module, PerformerAttention) and module.config.redraw_interval:
+            if isinstance(module, LinearAttention):
                 module.count_training_forward()
 
     cache = None
     if layers:
-        names = list(inspect.signature(body.forward).parameters)
-        kwargs |= dict(zip(names, args, strict=False))
-        args = ()
-        # older versions of Transformers call it past_key_values, and newer ones still accept that
-        keyword = next(name for name in ("cache", "past_key_values") if name in names)
+        kwargs |= dict(zip(body.linattn_inputs, args, strict=False))
+        args, keyword = (), body.linattn_cache_keyword
+        # newer versions of Transformers still accept the old name
         cache = kwargs.get(keyword) if kwargs.get(keyword) is not None else kwargs.pop("past_key_values", None)
         use_cache = kwargs.get("use_cache")
         use_cache = config.use_cache if use_cache is None else use_cache
-        if cache is None and use_cache and not (body.training and getattr(body, "gradient_checkpointing", False)):
+        checkpointing = body.training and getattr(body, "gradient_checkpointing", False)
+        if cache is None and use_cache and not checkpointing:
             cache = DynamicCache(config=config)
         if cache is not None:
             prepare_cache(cache, layers)
             kwargs[keyword] = cache
+            if not checkpointing:
+                # the layers pass it on to the attention function; with checkpointing they use no cache
+                kwargs[CACHE_KEYWORD] = cache
 
     inputs = kwargs.get("input_ids", args[0] if args else None)
     embeds = kwargs.get("inputs_embeds")

@@ -20,17 +20,18 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .blocks import FarDifferences, between, far_maxima
+from .far_part import Slots
 
 PROJECTIONS = ("learned", "mean", "max", "conv", "gaussian")
 SHARING = ("none", "heads", "key_value", "layers")
 
 
 class Segments(NamedTuple):
-    """Which slot each token is summarised in; one row of a batch per leading index, or one for all.
+    """Which slot each token is summarized in; one row of a batch per leading index, or one for all.
 
-    rank: (batch, length) long, position among the row's summarised tokens.
+    rank: (batch, length) long, position among the row's summarized tokens.
     total: (batch, 1) long, how many tokens the row's slots hold, at least 1.
-    held: (batch, length) bool, whether a slot holds the token.
+    valid: (batch, length) bool, whether a slot holds the token.
     slot: (batch, length) long, that slot; what no slot holds has any.
     phase: (batch, length) float, how far into its segment the token stands, from 0 to below 1.
     slots: how many there are.
@@ -39,7 +40,7 @@ class Segments(NamedTuple):
 
     rank: Tensor
     total: Tensor
-    held: Tensor
+    valid: Tensor
     slot: Tensor
     phase: Tensor
     slots: int
@@ -49,20 +50,20 @@ class Segments(NamedTuple):
     def members(self) -> Tensor:
         """(batch, slots, length) bool, `slot` as one-hot rows."""
         slots = torch.arange(self.slots, device=self.slot.device)
-        return (self.slot[:, None] == slots[:, None]) & self.held[:, None]
+        return (self.slot[:, None] == slots[:, None]) & self.valid[:, None]
 
     @property
     def counts(self) -> Tensor:
         """(batch, slots) float, how many tokens each slot holds."""
-        held = self.held.float()
-        return held.new_zeros(held.shape[0], self.slots).scatter_add(1, self.slot, held)
+        valid = self.valid.float()
+        return valid.new_zeros(valid.shape[0], self.slots).scatter_add(1, self.slot, valid)
 
     def counts_by_block(self, window: int) -> Tensor:
         """(batch, blocks, slots) float, how many tokens of each block of `window` tokens each slot holds."""
-        blocks, held = -(-self.slot.shape[1] // window), self.held.float()
-        block = torch.arange(self.slot.shape[1], device=held.device) // window
-        counts = held.new_zeros(held.shape[0], blocks * self.slots)
-        return counts.scatter_add(1, block * self.slots + self.slot, held).unflatten(1, (blocks, self.slots))
+        blocks, valid = -(-self.slot.shape[1] // window), self.valid.float()
+        block = torch.arange(self.slot.shape[1], device=valid.device) // window
+        counts = valid.new_zeros(valid.shape[0], blocks * self.slots)
+        return counts.scatter_add(1, block * self.slots + self.slot, valid).unflatten(1, (blocks, self.slots))
 
     def means(self) -> Tensor:
         """(batch, slots, length) float: each slot's row averages its members."""
@@ -71,7 +72,7 @@ class Segments(NamedTuple):
 
     def add_means(self, matrix: Tensor) -> Tensor:
         """`means` added, in place, to (batch, heads or 1, slots, length)."""
-        share = self.held / self.counts.gather(1, self.slot).clamp_min(1)
+        share = self.valid / self.counts.gather(1, self.slot).clamp_min(1)
         # one entry in each column, the same for all heads: (batch, heads or 1, 1, length)
         slot, share = (x[:, None, None].expand(-1, matrix.shape[1], -1, -1) for x in (self.slot, share))
         return matrix.scatter_add_(2, slot, share)
@@ -82,24 +83,12 @@ def segment(lengths: Tensor, length: int, slots: int, first: int = 0, *, padded:
     alone = int(first == 0 and slots > 1)
     rank = torch.arange(length, device=lengths.device) - first
     total = lengths[:, None] - first
-    held = (rank >= 0) & (rank < total)
-    rank, total = rank.clamp_min(0).expand_as(held), total.clamp_min(1)
+    valid = (rank >= 0) & (rank < total)
+    rank, total = rank.clamp_min(0).expand_as(valid), total.clamp_min(1)
     spread, shared = (rank - alone).clamp_min(0) * (slots - alone), (total - alone).clamp_min(1)
     slot = torch.where(rank < alone, 0, alone + spread // shared).clamp_max(slots - 1)
     common_total = None if padded else max(length - first, 1)
-    return Segments(rank, total, held, slot, (spread % shared) / shared, slots, common_total)
-
-
-class Summaries(NamedTuple):
-    """Projected keys and values, and the log of how many tokens each stands for.
-
-    key, value: (batch, heads, slots, dim); log_mass: (batch, heads or 1, slots), -inf for a slot that holds
-    nothing.
-    """
-
-    key: Tensor
-    value: Tensor
-    log_mass: Tensor
+    return Segments(rank, total, valid, slot, (spread % shared) / shared, slots, common_total)
 
 
 class Projection(nn.Module):
@@ -153,12 +142,12 @@ class Projection(nn.Module):
         if self.projection == "learned":
             init.zeros_(self.bias)
 
-    def forward(self, key: Tensor, value: Tensor, segments: Segments) -> Summaries:
+    def forward(self, key: Tensor, value: Tensor, segments: Segments) -> Slots:
         """Summaries of keys and values (batch, heads, length, dim)."""
         log_mass = self.log_mass(segments.counts).unsqueeze(1)
         if self.projection == "learned":
             log_mass = log_mass + self.bias.to(log_mass.dtype)
-        return Summaries(self._project(key, "key", segments), self._project(value, "value", segments), log_mass)
+        return Slots(self._project(key, "key", segments), self._project(value, "value", segments), log_mass)
 
     def log_mass(self, counts: Tensor) -> Tensor:
         """Log of what slots that hold so many tokens stand for, (..., slots), without the bias of `learned`."""
@@ -186,7 +175,7 @@ class Projection(nn.Module):
     def matrix(self, side: str, segments: Segments) -> Tensor | None:
         """What is added to the segment means, or stands in their place: (batch, heads or 1, slots, length)."""
         if self.projection == "gaussian":
-            return self.columns(side, segments.rank) * segments.held[:, None, None]
+            return self.columns(side, segments.rank) * segments.valid[:, None, None]
         return self.deviation(side, segments) if self.projection == "learned" else None
 
     def columns(self, side: str, column: Tensor) -> Tensor:
@@ -205,14 +194,14 @@ class Projection(nn.Module):
         weight = self._weight(side).float()
         if segments.common_total == self.max_length:
             # a column for each token
-            return weight * (self.slots / segments.total * segments.held)[:, None, None]
+            return weight * (self.slots / segments.total * segments.valid)[:, None, None]
         # where the columns of each token begin, and those of the last one end: (batch, length + 1)
         rank = nn.functional.pad(segments.rank, (0, 1))
         rank[:, -1:] = segments.rank[:, -1:] + 1
         begin = (rank * self.max_length // segments.total).clamp_max(self.max_length)
         # the mean of a span is a difference of two running sums: (heads or 1, slots, batch, length + 1)
         sums = nn.functional.pad(weight.cumsum(-1), (1, 0))[:, :, begin]
-        scale = self.slots / segments.total * segments.held / begin.diff(dim=-1).clamp_min(1)
+        scale = self.slots / segments.total * segments.valid / begin.diff(dim=-1).clamp_min(1)
         # (heads or 1, slots, batch, length) -> (batch, heads or 1, slots, length)
         return sums.diff(dim=-1).permute(2, 0, 1, 3) * scale[:, None, None]
 
@@ -229,7 +218,7 @@ class Projection(nn.Module):
 
 
 class FarSummaries:
-    """Summaries of keys or values as blocks of queries see them, of far tokens only, a run of blocks at a time.
+    """Summaries of keys or values as blocks of queries see them, of far tokens only, a chunk of blocks at a time.
 
     Args:
         x: (batch, length, heads, dim).
@@ -256,11 +245,11 @@ class FarSummaries:
         if (matrix := projection.matrix(side, segments)) is not None:
             self.sums = FarDifferences(matrix.float(), x, window)
 
-    def run(self, begin: int, end: int) -> Tensor:
+    def chunk(self, begin: int, end: int) -> Tensor:
         """Summaries for the blocks begin .. end - 1, (batch, blocks, slots, heads, dim)."""
         if self.maxima is not None:
             return self.maxima[:, begin:end]
-        parts = [part.run(begin, end) for part in (self.means, self.sums) if part is not None]
+        parts = [part.chunk(begin, end) for part in (self.means, self.sums) if part is not None]
         return parts[0] if len(parts) == 1 else parts[1].add_(parts[0])
 
 
@@ -281,11 +270,11 @@ class FarMeans:
         edge = torch.arange(blocks + 1, device=x.device) * window
         begins, ends = slot[:, edge.clamp_max(length - 1)], slot[:, (edge - 1).clamp(0, length - 1)]
         # per block, sums over the tokens that share a segment with the next one, or with the one before
-        in_blocks, held = (
-            between(part, 0, blocks * window, dim=1).unflatten(1, (-1, window)) for part in (slot, segments.held)
+        in_blocks, valid = (
+            between(part, 0, blocks * window, dim=1).unflatten(1, (-1, window)) for part in (slot, segments.valid)
         )
         shared = (
-            torch.stack((in_blocks == begins[:, 1:, None], in_blocks == ends[:, :-1, None]), dim=2) & held[:, :, None]
+            torch.stack((in_blocks == begins[:, 1:, None], in_blocks == ends[:, :-1, None]), dim=2) & valid[:, :, None]
         )
         tokens = between(x, 0, blocks * window, dim=1).flatten(2).unflatten(1, (-1, window)).float()
         # the average over the segment's c tokens too: as above
@@ -307,7 +296,7 @@ class FarMeans:
         self.slots = torch.stack((first, last.masked_fill(first == last, segments.slots)), dim=2)
         self.whole = nn.functional.pad(self.whole, (0, 0, 0, 1))
 
-    def run(self, begin: int, end: int) -> Tensor:
+    def chunk(self, begin: int, end: int) -> Tensor:
         """The means for the blocks begin .. end - 1, (batch, blocks, slots, heads, dim)."""
         slots, parts = self.slots[:, begin:end, :, None], self.parts[:, begin:end]
         whole = self.whole.unsqueeze(1).expand(-1, end - begin, -1, -1)
@@ -315,7 +304,7 @@ class FarMeans:
 
 
 def _sums_of_groups(x: Tensor, group: Tensor) -> Tensor:
-    """Running sums of x (batch, blocks, dim) that start anew with each group of equal, neighbouring numbers."""
+    """Running sums of x (batch, blocks, dim) that start anew with each group of equal, neighboring numbers."""
     reach = 1
     while reach < x.shape[1]:
         same = group[:, reach:] == group[:, :-reach]
@@ -331,7 +320,7 @@ def segment_max(x: Tensor, segments: Segments, slots: int, window: int | None) -
         block = torch.arange(length, device=x.device) // window
     blocks = int(-(-length // window)) if window is not None else 1
     # one bucket per block and slot, and per block a last one for what no slot holds
-    bucket = block * (slots + 1) + segments.slot.where(segments.held, slots)
+    bucket = block * (slots + 1) + segments.slot.where(segments.valid, slots)
     index = bucket[:, None, :, None].expand(batch, heads, length, dim)
     maxima = x.new_full((batch, heads, blocks * (slots + 1), dim), float("-inf"))
     maxima = maxima.scatter_reduce(2, index, x, "amax")

@@ -1,0 +1,165 @@
+"""Linformer's far part: projections of keys and values along the length (Wang et al. 2020, arXiv:2006.04768).
+
+    far keys and values of query i = { (E k)_s, (F v)_s, with log mass log c_s }, s = 1 .. projection_length
+
+where slot s stands for c_s tokens, all of them far from i, so that a far key that is repeated c_s times is summarized
+without error.
+
+In a decoder slot s is segment s of the row (`causal_projections`), of g tokens after the G global ones. The window of
+query i starts at W = (i // window_size - 1) * window_size, the block before the query's, or, with window_size=0, at the
+query itself. V = (W - G) // g segments ended before it. Near is all that follows them, from rank G + V g on: the
+window, and before it up to g - 1 tokens of a segment that reaches into the window. So each key counts once.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocks import with_neighbors
+from .causal_projections import CausalProjection
+from .far_part import FarKeys, Rows, Slots
+from .merge import NEVER
+from .projections import FarSummaries, Projection, segment
+
+
+class LinformerFarPart(FarKeys):
+    """Linformer's far part in an encoder: E and F over the whole row."""
+
+    def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
+        self.projection = Projection(
+            projection=config.projection,
+            sharing=config.sharing,
+            slots=config.projection_length,
+            max_length=config.max_length,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            seed=seed,
+        )
+        self.modules = {"projection": self.projection}
+
+    def summarize(self, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+        return self.projection(key, value, self._segments(rows))
+
+    def summarize_by_block(self, key: Tensor, value: Tensor, rows: Rows, window: int) -> "_BlockSummaries":
+        return _BlockSummaries(self.projection, key, value, self._segments(rows), window)
+
+    def _segments(self, rows: Rows) -> Any:
+        slots, padded = self.projection.slots, rows.lengths is not None
+        return segment(rows.valid_lengths, rows.length, slots, first=rows.first, padded=padded)
+
+
+class _BlockSummaries:
+    """What blocks of queries see of all slots: summaries of the tokens that are far from the block."""
+
+    def __init__(self, projection: Projection, key: Tensor, value: Tensor, segments: Any, window: int) -> None:
+        counts = segments.counts_by_block(window)
+        # whole numbers: exact
+        counts = counts.sum(1, keepdim=True) - with_neighbors(counts.unsqueeze(2)).sum(2)
+        self.key = FarSummaries(projection, key, "key", segments, counts, window)
+        self.value = FarSummaries(projection, value, "value", segments, counts, window)
+        # (batch, blocks, 1 or heads, slots)
+        self.log_mass = projection.log_mass(counts).unsqueeze(2)
+        if projection.projection == "learned":
+            self.log_mass = self.log_mass + projection.bias.float()
+
+    def chunk(self, begin: int, end: int) -> Slots:
+        return Slots(self.key.chunk(begin, end), self.value.chunk(begin, end), self.log_mass[:, begin:end])
+
+
+class CausalLinformerFarPart(FarKeys):
+    """Linformer's far part in a decoder: a slot for each segment that ended.
+
+    The state is the summaries of keys and of values, (batch, heads, projection_length, dim) each, float32: of the open
+    segment what its tokens so far contribute, of later ones zeros.
+    """
+
+    least_block = 128
+
+    def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
+        # nothing in it is random: no seed
+        self.projection = CausalProjection(
+            projection=config.projection,
+            sharing=config.sharing,
+            slots=config.projection_length,
+            max_length=config.max_length,
+            num_heads=num_heads,
+            head_dim=head_dim,
+        )
+        self.modules = {"projection": self.projection}
+
+    @property
+    def max_length(self) -> int:
+        return self.projection.max_length
+
+    def reach(self, window: int, first: int) -> int:
+        g = self.projection.segment_length
+        if not window:
+            return g - 1
+        # and before the window the longest part of a segment that reaches into it
+        common = math.gcd(window, g)
+        return window + g - common + -first % common
+
+    def near_length(self, window: int, first: int) -> int:
+        return self.reach(window, first) + max(window - 1, 0)
+
+    def near_start(self, rank: Tensor, window: int, first: int) -> Tensor:
+        return first + self._ended(rank, window, first) * self.projection.segment_length
+
+    def _ended(self, rank: Tensor, window: int, first: int) -> Tensor:
+        """V: how many segments ended before the window of a query of this rank."""
+        start = (rank // window - 1) * window if window else rank
+        return (start - first).clamp_min(0) // self.projection.segment_length
+
+    def initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        return tuple(x.new_zeros(*x.shape[:2], self.projection.slots, x.shape[-1], dtype=dtype) for x in (key, value))
+
+    def arrive(
+        self,
+        state: tuple[Tensor, ...],
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor | None,
+        lengths: Tensor | None,
+        first: int,
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            self._with_new(old, x.to(old.dtype), side, seen, lengths, first)
+            for old, x, side in zip(state, (key, value), ("key", "value"), strict=True)
+        )
+
+    def _with_new(
+        self, old: Tensor, x: Tensor, side: str, seen: Tensor | None, lengths: Tensor | None, first: int
+    ) -> Tensor:
+        if seen is None:
+            summaries = self.projection.summarize(x, side, lengths, first)
+            return F.pad(summaries, (0, 0, 0, self.projection.slots - summaries.shape[2]))
+        position = torch.arange(x.shape[2], device=x.device)
+        valid = (position < (x.shape[2] if lengths is None else lengths[:, None])).expand(x.shape[0], -1)
+        return self.projection.add(old, x, side, seen[:, None] + position - first, valid)
+
+    def chunk(
+        self,
+        state: tuple[Tensor, ...],
+        ranks: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        window: int,
+        first: int,
+        end: int | None,
+    ) -> tuple[Slots, tuple[Tensor, ...]]:
+        slots = self.projection.slots
+        if end is not None:
+            # no more segments than these have ended
+            slots = min(slots, max(end - first, 0) // self.projection.segment_length)
+        ended = self._ended(ranks, window, first).unsqueeze(-1)
+        exists = torch.arange(slots, device=ranks.device) < ended
+        # (1 or heads, 1, slots), and where a segment has ended: (rows, blocks, 1 or heads, block, slots)
+        log_mass = self.projection.log_mass(state[0])[:, None, :slots].to(key.dtype)
+        log_mass = log_mass.where(exists.unsqueeze(2), NEVER)
+        summary_key, summary_value = (x[:, None, :, :slots].to(key.dtype) for x in state)
+        return Slots(summary_key, summary_value, log_mass), state

@@ -1,0 +1,208 @@
+"""What a method does with the keys that are far: the interface of its far part.
+
+A far part answers in one of two ways, and `LinearAttention` merges either with the keys that are near:
+
+* `FarKeys`: a few keys, each with the logarithm of the mass that it stands for. They join the near keys in one call of
+  `scaled_dot_product_attention`.
+* `FarSums`: sums over the values and over the mass. They are merged with the near part by their mass.
+
+A far part of an encoder has `FarKeys.summarize` and `summarize_by_block`, or `FarSums.reader`. A far part of a decoder
+has the other methods of its class. Decoders keep a `State` whose size does not depend on how many tokens came.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Settings(NamedTuple):
+    """How near and far are merged: the fields of `AttentionConfig`, and the softmax scale of the layer."""
+
+    window_size: int = 0
+    global_tokens: int = 0
+    near: bool = True
+    far: bool = True
+    scale: float = 1.0
+
+
+class Rows(NamedTuple):
+    """Which tokens of a batch are valid. Valid tokens stand first.
+
+    lengths: (batch,) valid tokens per row; None where nothing is padded.
+    length: tokens per row, padding included.
+    first: so many first tokens are global, and no far part holds them.
+    device: of the tensors.
+    """
+
+    lengths: Tensor | None
+    length: int
+    first: int
+    device: torch.device
+
+    @property
+    def valid_lengths(self) -> Tensor:
+        """(batch,) or, without padding, (1,): valid tokens per row."""
+        if self.lengths is None:
+            return torch.full((1,), self.length, device=self.device, dtype=torch.long)
+        return self.lengths
+
+    @property
+    def far_tokens(self) -> Tensor:
+        """(batch or 1, length) bool: the valid tokens that are not global."""
+        position = torch.arange(self.length, device=self.device)
+        return (position >= self.first) & (position < self.valid_lengths[:, None])
+
+    @property
+    def global_tokens(self) -> Tensor:
+        """(batch or 1, first) bool: which of the global tokens are valid."""
+        return torch.arange(self.first, device=self.device) < self.valid_lengths[:, None]
+
+
+class Slots(NamedTuple):
+    """Keys that stand for several tokens, the values to be read there, and the log of what each stands for.
+
+    For all queries alike: key, value (batch, heads, slots, dim); log_mass (batch, heads or 1, slots), -inf for a slot
+    that stands for nothing. For blocks of queries, see what returns them.
+    """
+
+    key: Tensor
+    value: Tensor
+    log_mass: Tensor
+
+
+class FarPart:
+    """Base of `FarKeys` and `FarSums`.
+
+    Attributes:
+        modules: name -> module that holds parameters. `LinearAttention` registers them under these names, which are
+            the names in checkpoints.
+
+    Args of every far part's `__init__`: `config` (the settings of the layer), and by keyword `num_heads`, `head_dim`,
+    and `seed`.
+    """
+
+    modules: dict[str, nn.Module]
+    #: least number of queries of a decoder that share one list of keys, or one read of the sums
+    least_block: ClassVar[int] = 1
+
+    def reset_parameters(self) -> None:
+        """Fill whatever was not loaded from a checkpoint."""
+        for module in self.modules.values():
+            module.reset_parameters()  # type: ignore[operator]
+
+    # decoders
+
+    def reach(self, window: int, first: int) -> int:
+        """How many tokens before a block of queries may be near one of them."""
+        return window
+
+    def near_length(self, window: int, first: int) -> int:
+        """How many of the last tokens a state keeps."""
+        return 2 * window
+
+    def block_size(self, window: int) -> int:
+        """How many queries share one list of keys, or one read of the sums; a multiple of the window."""
+        return window * -(-self.least_block // window) if window else self.least_block
+
+    def near_start(self, rank: Tensor, window: int, first: int) -> Tensor:
+        """Rank of the first near key of queries of these ranks: that of the block before the query's."""
+        return (rank // window - 1) * window if window else rank + 1
+
+    def initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """The far part's state before the first token, for keys and values like these (batch, heads, ..., dim)."""
+        raise NotImplementedError
+
+    def absorb(
+        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, scale: float
+    ) -> tuple[Tensor, ...]:
+        """The state after keys and values (batch, heads, tokens, dim) became far, where `valid` (rows, tokens)."""
+        return state
+
+
+class FarKeys(FarPart):
+    """A far part that answers with keys."""
+
+    def summarize(self, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+        """Encoders without a window: what stands for all far tokens of (batch, heads, length, dim)."""
+        raise NotImplementedError
+
+    def summarize_by_block(self, key: Tensor, value: Tensor, rows: Rows, window: int) -> Any:
+        """Encoders with a window: an object whose `chunk(begin, end)` gives the `Slots` of these blocks of queries.
+
+        Here tokens stand before heads. key, value: (batch, length, heads, dim); of the slots (batch, blocks, slots,
+        heads, dim); log_mass: (batch, blocks, heads or 1, slots).
+        """
+        raise NotImplementedError
+
+    def arrive(
+        self,
+        state: tuple[Tensor, ...],
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor | None,
+        lengths: Tensor | None,
+        first: int,
+    ) -> tuple[Tensor, ...]:
+        """Decoders: the state once new tokens have come, before any of them is far.
+
+        seen: (batch,) how many tokens came before; None for none.
+        """
+        return state
+
+    def chunk(
+        self,
+        state: tuple[Tensor, ...],
+        ranks: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        window: int,
+        first: int,
+        end: int | None,
+    ) -> tuple[Slots, tuple[Tensor, ...]]:
+        """Decoders: the slots that blocks of queries see, and the state after them.
+
+        Args:
+            ranks: (rows, blocks, block) of the queries.
+            key, value: (batch, heads, blocks * block, dim), of the tokens that become far: `window` ranks earlier.
+            valid: (rows, blocks * block) bool: which of these tokens there are, and become far. None for all.
+            end: rank after the last query, where that is the same for all rows; else None.
+
+        Returns:
+            key, value (batch, blocks or 1, heads, slots, dim); log_mass (rows, blocks, heads or 1, block or 1, slots).
+        """
+        raise NotImplementedError
+
+
+class FarSums(FarPart):
+    """A far part that answers with sums."""
+
+    def reader(self, key: Tensor, value: Tensor, rows: Rows, window: int, chunks: list[tuple[int, int]], scale: float):  # type: ignore[no-untyped-def]
+        """Encoders: an object that has `start()` and `read(index of a chunk, queries, carry, alone)`."""
+        raise NotImplementedError
+
+    def read(self, query: Tensor, state: tuple[Tensor, ...], scale: float, alone: bool) -> Any:
+        """Decoders: what queries (batch, heads, tokens, dim) read of a state, a `Partial`."""
+        raise NotImplementedError
+
+    def chunk(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        state: tuple[Tensor, ...],
+        chunk: int,
+        window: int,
+        scale: float,
+        alone: bool,
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """Decoders: what queries read of earlier keys, and the state after them.
+
+        Args:
+            query: (batch, heads, tokens, dim), several chunks.
+            key, value: the same, of tokens `window` ranks earlier.
+            valid: (rows, tokens) bool: which of these keys exist, are not global and become far. None for all.
+        """
+        raise NotImplementedError

@@ -1,0 +1,208 @@
+"""The formulas of all methods with whole matrices of weights: what the fast forms are tested against.
+
+Time and memory grow with the square of the length or faster. Computed in the dtype of the inputs; those with features
+have no stabilizer and are meant for float64 inputs of moderate size. Nothing that a model uses is here, and this file
+does not travel with a checkpoint.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import after_end
+from .causal_projections import CausalProjection
+from .far_part import Settings
+from .feature_maps import FeatureMap
+from .feature_sums import SIGNED_MASS_FLOOR, expand
+from .linear_attention import LinearAttention
+from .projections import Projection, Segments, segment
+
+_DEFAULT = Settings()
+
+
+def attention(
+    layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """What `layer(query, key, value, lengths, scale=scale)` computes, by the formula of its method."""
+    reference: Any = _REFERENCES[layer.config.method, layer.causal]
+    (parameters,) = layer.far_part.modules.values()
+    return reference(query, key, value, parameters, lengths, layer.settings(scale))
+
+
+def _valid_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
+    return torch.full((1,), length, device=device) if lengths is None else lengths
+
+
+def _near_mask(length: int, lengths: Tensor | None, window: int, global_tokens: int, device: torch.device) -> Tensor:
+    """Which keys are near which query, shape (batch, length, length), bool."""
+    position = torch.arange(length, device=device)
+    valid = position < _valid_lengths(lengths, length, device)[:, None]
+    near = position < global_tokens
+    if window:
+        block = position // window
+        near = near | ((block[:, None] - block[None, :]).abs() <= 1)
+    return near.expand(length, length) & valid[:, None, :]
+
+
+def linformer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    projection: Projection,
+    lengths: Tensor | None = None,
+    settings: Settings = _DEFAULT,
+) -> Tensor:
+    """Every query has summaries of its own, (length, slots, length) weights in all."""
+    window_size, global_tokens, near, far, scale = settings
+    length, slots = query.shape[2], projection.slots
+    query = query * scale
+    # a block longer than the rows is the row
+    window_size = min(window_size, length)
+    valid_lengths = _valid_lengths(lengths, length, query.device)
+    segments = segment(valid_lengths, length, slots, first=global_tokens)
+    is_near = _near_mask(length, lengths, window_size, global_tokens, query.device)
+    # (batch, query, key) and (batch, query, slot, key)
+    is_far = segments.valid[:, None] & ~is_near
+    members = segments.members[:, None] & is_far[:, :, None]
+
+    counts = members.sum(-1).to(query.dtype)
+    if projection.projection == "gaussian":
+        counts = (is_far.sum(-1, keepdim=True) / slots).expand_as(counts).to(query.dtype)
+    log_mass = counts.log()[:, None]
+    if projection.projection == "learned":
+        log_mass = log_mass + projection.bias[:, None]
+    far_keys = _reference_summaries(key, "key", projection, segments, is_far, members)
+    far_values = _reference_summaries(value, "value", projection, segments, is_far, members)
+
+    near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
+    far_logits = torch.einsum("bhid,bhisd->bhis", query, far_keys) + log_mass
+    far_logits = far_logits.masked_fill(torch.tensor(not far), float("-inf"))
+    weights = torch.cat((near_logits, far_logits), dim=-1).softmax(-1)
+    return weights[..., :length] @ value + torch.einsum("bhis,bhisd->bhid", weights[..., length:], far_values)
+
+
+def _reference_summaries(
+    x: Tensor, side: str, projection: Projection, segments: Segments, is_far: Tensor, members: Tensor
+) -> Tensor:
+    """Keys or values x (batch, heads, length, dim) as each query sees them, (batch, heads, length, slots, dim)."""
+    if projection.projection == "max":
+        maxima = x[:, :, None, None].masked_fill(~members[:, None, ..., None], float("-inf")).amax(-2)
+        return maxima.masked_fill(maxima == float("-inf"), 0.0)
+    if projection.projection in ("mean", "conv"):
+        if projection.projection == "conv":
+            x = x * projection.kernel(side, segments).to(x.dtype)
+        matrix = (members / members.sum(-1, keepdim=True).clamp_min(1))[:, None]
+    elif projection.projection == "gaussian":
+        matrix = projection.columns(side, segments.rank)[:, :, None] * is_far[:, None, :, None]
+    else:
+        deviation = projection.deviation(side, segments)[:, :, None] * is_far[:, None, :, None]
+        matrix = (members / members.sum(-1, keepdim=True).clamp_min(1))[:, None] + deviation
+    return matrix.to(x.dtype) @ x[:, :, None]
+
+
+def performer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    lengths: Tensor | None = None,
+    settings: Settings = _DEFAULT,
+) -> Tensor:
+    """The whole (length, length) matrix of weights."""
+    window_size, global_tokens, near, far, scale = settings
+    length = query.shape[2]
+    query, key = query * scale**0.5, key * scale**0.5
+    query_features, key_features = feature_map(query, "query"), feature_map(key, "key")
+    phi_query = expand(query_features, query.new_zeros(()))
+    phi_key = expand(key_features, key.new_zeros(()))
+    position = torch.arange(length, device=query.device)
+    valid = position < _valid_lengths(lengths, length, query.device)[:, None]
+    is_near = _near_mask(length, lengths, window_size, global_tokens, query.device)
+    is_far = valid[:, None, :] & ~is_near
+    exact = (query @ key.transpose(-1, -2)).exp() * is_near[:, None]
+    estimate = (phi_query @ phi_key.transpose(-1, -2)) * is_far[:, None]
+    far_mass = estimate.sum(-1, keepdim=True)
+    if feature_map.signed:
+        largest = (query_features.log2_phi + key_features.log2_phi.transpose(-1, -2)).exp2() * is_far[:, None]
+        largest = largest.sum(-1, keepdim=True) * (phi_key.shape[-1] / 2)
+        far_mass = torch.maximum(far_mass, SIGNED_MASS_FLOOR * largest)
+    weights = exact * float(near) + estimate * float(far)
+    return weights @ value / (exact.sum(-1, keepdim=True) * float(near) + far_mass * float(far))
+
+
+def causal_linformer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    projection: CausalProjection,
+    lengths: Tensor | None = None,
+    settings: Settings = _DEFAULT,
+) -> Tensor:
+    """One query at a time."""
+    window_size, global_tokens, near, far, scale = settings
+    heads, g, first = query.shape[1], projection.segment_length, global_tokens
+    query, outputs = query * scale, []
+    for i in range(query.shape[2]):
+        start = max((i // window_size - 1) * window_size, 0) if window_size else i
+        ended = max(start - first, 0) // g
+        exact = [j for j in range(i + 1) if j < first or j >= first + ended * g] if near else []
+        logits, taken = query[:, :, i, None] @ key[:, :, exact].transpose(-1, -2), value[:, :, exact]
+        for s in range(ended if far else 0):
+            segment = slice(first + s * g, first + (s + 1) * g)
+            summary_key = _reference_summary(projection, "key", key[:, :, segment], s)
+            mass = projection.log_mass(query)[:, s].expand(heads)[:, None, None]
+            logits = torch.cat((logits, query[:, :, i, None] @ summary_key.transpose(-1, -2) + mass), dim=-1)
+            taken = torch.cat((taken, _reference_summary(projection, "value", value[:, :, segment], s)), dim=2)
+        # a query that sees no key at all gets zeros
+        outputs.append(logits.softmax(-1) @ taken)
+    return after_end(torch.cat(outputs, dim=2), lengths)
+
+
+def _reference_summary(projection: CausalProjection, side: str, x: Tensor, slot: int) -> Tensor:
+    """One slot's projected key or value, (batch, heads, 1, dim), from the tokens x of its segment."""
+    if projection.projection == "max":
+        return x.amax(2, keepdim=True)
+    if projection.projection == "mean":
+        return x.mean(2, keepdim=True)
+    weight = getattr(projection, f"{side if side in projection.sides else 'key'}_weight").to(x.dtype)
+    if projection.projection == "conv":
+        return (x * weight).mean(2, keepdim=True)
+    return (x * (1 + weight[:, slot, :, None])).mean(2, keepdim=True)
+
+
+def causal_performer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    lengths: Tensor | None = None,
+    settings: Settings = _DEFAULT,
+) -> Tensor:
+    """The whole (length, length) matrix of weights."""
+    window_size, global_tokens, near, far, scale = settings
+    length = query.shape[2]
+    query, key = query * scale**0.5, key * scale**0.5
+    phi_query = expand(feature_map(query, "query"), query.new_zeros(()))
+    phi_key = expand(feature_map(key, "key"), key.new_zeros(()))
+    position = torch.arange(length, device=query.device)
+    past = position <= position[:, None]
+    is_near = past & (position < global_tokens)
+    if window_size:
+        block = position // window_size
+        is_near = is_near | (past & (block[:, None] - block <= 1))
+    exact = (query @ key.transpose(-1, -2)).exp() * (is_near if near else 0)
+    estimate = (phi_query @ phi_key.transpose(-1, -2)) * (past & ~is_near if far else 0)
+    weights = exact + estimate
+    mass = weights.sum(-1, keepdim=True)
+    # a query that sees no key at all gets zeros
+    out = weights @ value / mass.where(mass != 0, torch.ones_like(mass))
+    return after_end(out, lengths)
+
+
+_REFERENCES = {
+    ("linformer", False): linformer_attention,
+    ("linformer", True): causal_linformer_attention,
+    ("performer", False): performer_attention,
+    ("performer", True): causal_performer_attention,
+}
