@@ -28,7 +28,7 @@ class State(NamedTuple):
     def map(self, function: Any) -> "State":
         """The state with `function` applied to each tensor."""
         own = (self.seen, self.global_key, self.global_value, self.near_key, self.near_value)
-        return State(*map(function, own), tuple(map(function, self.far)))
+        return State(*map(function, own), tuple(map(function, self.far)))  # type: ignore[call-arg]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the state."""
