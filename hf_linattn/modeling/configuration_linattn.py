@@ -23,6 +23,9 @@ from .merge import merge  # noqa: F401
 from .projections import PROJECTIONS, SHARING
 from .validation import check_choice, check_integer
 
+#: What keys are clustered around.
+LANDMARKS = ("keys", "prototypes")
+
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
 FORMAT_VERSION = 1
 
@@ -140,10 +143,22 @@ class LinformerConfig(AttentionConfig):
     projection: str = field(
         default="learned",
         metadata={
-            "help": "How tokens are summarised: learned (starts as segment means), mean, max, conv (a convolution per "
-            "channel that starts as the mean), gaussian (fixed, N(0, 1/k)).",
-            "choices": PROJECTIONS,
+            "help": "How tokens are summarized: cluster (means of similar keys), learned (starts as segment means), "
+            "mean, max, conv (a convolution per channel that starts as the mean), gaussian (fixed, N(0, 1/k)).",
+            "choices": ("cluster", *PROJECTIONS),
         },
+    )
+    landmarks: str = field(
+        default="keys",
+        metadata={
+            "help": "What keys are clustered around, with projection='cluster': keys (equally spaced ones of the "
+            "document) or prototypes (parameters, which calibration starts by k-means). Decoders have prototypes.",
+            "choices": LANDMARKS,
+        },
+    )
+    rounds: int = field(
+        default=1,
+        metadata={"help": "Rounds of Lloyd's algorithm that move the landmarks, with projection='cluster' and keys."},
     )
     sharing: str = field(
         default="heads",
@@ -157,7 +172,14 @@ class LinformerConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(type(self).__name__, "projection_length", self.projection_length, 1)
-        check_choice(type(self).__name__, "projection", self.projection, PROJECTIONS)
+        check_choice(type(self).__name__, "projection", self.projection, ("cluster", *PROJECTIONS))
+        check_choice(type(self).__name__, "landmarks", self.landmarks, LANDMARKS)
+        check_integer(type(self).__name__, "rounds", self.rounds, 0)
+        if self.projection == "cluster" and self.sharing != "heads":
+            raise ValueError(
+                f"{type(self).__name__}: sharing={self.sharing!r} must be 'heads', the default, with "
+                "projection='cluster', which has no projection to share."
+            )
         check_choice(type(self).__name__, "sharing", self.sharing, SHARING)
 
 

@@ -93,6 +93,10 @@ class FarPart:
 
     # decoders
 
+    def unit(self, window: int) -> int:
+        """Ranks that form a block: which of two blocks a query is in decides what is far. 0: there are no blocks."""
+        return window
+
     def reach(self, window: int, first: int) -> int:
         """How many tokens before a block of queries may be near one of them."""
         return window

@@ -317,8 +317,9 @@ def _in_chunks(
     reach, block = far.reach(window, first), far.block_size(window)
     # one row of ranks for all rows, where all begin at 0
     seen = state.seen[:1] if from_start else state.seen
-    offset = seen % window if window and not from_start else None
-    grid = length if offset is None else length + window - 1
+    unit = far.unit(window)
+    offset = seen % unit if unit and not from_start else None
+    grid = length if offset is None else length + unit - 1
     # sums are made for whole blocks of the window
     whole = window if window and isinstance(far, FarSums) else 1
     block = min(block, whole * -(-grid // whole))
@@ -344,9 +345,9 @@ def _in_chunks(
     rank = (start - reach)[:, None] + torch.arange(grid + reach, device=device)
     # keys that the next token finds far: all that any valid query here does
     total = seen + (length if lengths is None else lengths)
-    limit = far.near_start(total, window, first) if window else total
+    limit = far.near_start(total, window, first) if unit else total
     # nothing is padded, or exact: no mask
-    all_far = from_start and lengths is None and not window and not first and grid == length
+    all_far = from_start and lengths is None and not unit and not first and grid == length
     becomes_far = None if all_far else (rank >= first) & (rank < limit[:, None])
     chunk: Any = _chunk_with_keys if isinstance(far, FarKeys) else _chunk_with_sums
 
@@ -547,7 +548,7 @@ def _step(
         assert isinstance(far, FarSums)
         out = _step_with_sums(query, near, far, far_state, settings).to(value.dtype)
 
-    if settings.far and window:
+    if settings.far and far.unit(window):
         after = _absorb_block(after, far, settings, new=None if lengths is None else lengths > 0)
     return after_end(out, lengths), after
 
@@ -571,17 +572,19 @@ def _step_with_sums(
 
 
 def _absorb_block(state: State, far: FarPart, settings: Settings, new: Tensor | None) -> State:
-    """The state once the next token begins a block: what the last block but one holds is far from it."""
-    window = settings.window_size
-    begins = state.seen % window == 0
+    """The state once the next token begins a block: the last block that is far from it becomes far.
+
+    That is the last block but one, or, without a window, the last one.
+    """
+    unit, lag = far.unit(settings.window_size), settings.window_size
+    begins = state.seen % unit == 0
     begins = begins if new is None else begins & new
     eager = state.seen.device.type == "cpu" and not torch.compiler.is_compiling()
     if eager and not bool(begins.any()):
         return state
-    # the older of the two blocks that a state keeps
-    oldest = state.near_key.shape[2] - 2 * window
-    tokens = slice(oldest, oldest + window)
-    rank = (state.seen - 2 * window)[:, None] + torch.arange(window, device=begins.device)
+    oldest = state.near_key.shape[2] - lag - unit
+    tokens = slice(oldest, oldest + unit)
+    rank = (state.seen - lag - unit)[:, None] + torch.arange(unit, device=begins.device)
     valid = begins[:, None] & (rank >= settings.global_tokens)
     key, value = state.near_key[:, :, tokens], state.near_value[:, :, tokens]
     return state._replace(far=far.absorb(state.far, key, value, valid, settings.scale))

@@ -24,6 +24,7 @@ from .causal_projections import CausalProjection  # noqa: F401
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
 
 # all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
+from .far_clusters import ClusterFarPart  # noqa: F401
 from .far_linformer import LinformerFarPart  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .far_performer import PerformerFarPart  # noqa: F401
