@@ -21,13 +21,13 @@ from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
 from .merge import merge  # noqa: F401
 from .projections import PROJECTIONS, SHARING
-from .validation import check_choice, check_integer
+from .validation import check_bool, check_choice, check_integer
 
 #: What keys are clustered around.
 LANDMARKS = ("keys", "prototypes")
 
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 # method -> class of its settings
@@ -55,6 +55,20 @@ class AttentionConfig:
     global_tokens: int = field(
         default=0, metadata={"help": "Number of first tokens of each document that every query sees exactly."}
     )
+    global_queries: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the first tokens of `global_tokens` also see every token exactly, as in Longformer. "
+            "Encoders only: a decoder's first tokens see what is before them."
+        },
+    )
+    exact_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows of at most this many tokens are attended exactly, each row by its own length. Encoders only; "
+            "0 for never. Default: with a window, as many tokens as the base model reads; else 0."
+        },
+    )
     layers: list[int] | None = field(
         default=None,
         metadata={"help": "Indices of the layers to convert, from 0; the others stay softmax. Default: all layers."},
@@ -77,6 +91,7 @@ class AttentionConfig:
         check_integer(name, "window_size", self.window_size, 0)
         check_integer(name, "global_tokens", self.global_tokens, 0)
         check_integer(name, "seed", self.seed, 0)
+        check_integer(name, "exact_length", self.exact_length, 0, optional=True)
         if self.max_length is not None:
             check_integer(name, "max_length", self.max_length, 1)
         if self.layers is not None:
@@ -87,9 +102,8 @@ class AttentionConfig:
                 check_integer(name, "layers", index, 0)
             if not self.layers or len(set(self.layers)) != len(self.layers):
                 raise ValueError(f"{name}: layers={self.layers!r} must name at least one layer, and each once.")
-        for switch in ("near", "far"):
-            if not isinstance(getattr(self, switch), bool):
-                raise ValueError(f"{name}: {switch}={getattr(self, switch)!r} must be True or False.")
+        for switch in ("near", "far", "global_queries"):
+            check_bool(name, switch, getattr(self, switch))
         self._check_branches()
 
     def _check_branches(self) -> None:
@@ -125,6 +139,9 @@ class AttentionConfig:
                 "Upgrade with `pip install -U hf-linattn`."
             )
         cls = method_class(settings.pop("method", None))
+        if version < 2:
+            # what version 1 did, which had no such fields
+            settings = {"global_queries": False, "exact_length": 0, **settings}
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(settings) - known):
             raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")

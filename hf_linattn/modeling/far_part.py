@@ -24,6 +24,8 @@ class Settings(NamedTuple):
     near: bool = True
     far: bool = True
     scale: float = 1.0
+    global_queries: bool = False
+    exact_length: int = 0
 
 
 class Rows(NamedTuple):

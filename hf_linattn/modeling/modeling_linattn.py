@@ -106,18 +106,28 @@ class LinAttnPreTrainedModel(PreTrainedModel):
                     module.near, module.far = its_own.near, its_own.far
 
     @contextmanager
-    def branches(self, *, near: bool = True, far: bool = True) -> Iterator[None]:
-        """While this lasts, the exact part or the method's own part is switched off or on, as by `set_branches`.
+    def branches(self, *, near: bool = True, far: bool = True, exact: bool = True) -> Iterator[None]:
+        """While this lasts, parts of attention are switched off or on.
+
+        Args:
+            near, far: the exact part and the method's own part, as by `set_branches`.
+            exact: whether short rows are attended exactly (`exact_length`).
 
         Raises:
             ValueError: nothing would be left to attend to.
         """
         before = self.config.attention
+        modules = [module for _, module in self.linear_attentions()]
+        exact_before = [module.exact for module in modules]
         self.set_branches(near=near, far=far)
+        for module in modules:
+            module.exact = exact
         try:
             yield
         finally:
             self.set_branches(near=before.near, far=before.far)
+            for module, value in zip(modules, exact_before, strict=True):
+                module.exact = value
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[operator]  # wrapped by decorators without types
@@ -156,6 +166,9 @@ def check_config(config: LinAttnConfig) -> None:
             f"max_position_embeddings={config.max_position_embeddings}."
         )
     its_layers = [settings.of_layer(index) for index in range(config.num_hidden_layers)]
+    exact = next((x.exact_length for x in its_layers if x is not None and x.exact_length), 0)
+    if family.causal and exact:
+        raise ValueError(f"{name}: exact_length={exact} must be 0 or left out: {family.model_type} is a decoder.")
     if family.causal and any(getattr(x, "projection", None) == "gaussian" for x in its_layers):
         raise ValueError(
             f"{name}: projection='gaussian' cannot be causal: each of its slots mixes all tokens of a document, so "
