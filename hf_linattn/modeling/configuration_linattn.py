@@ -25,6 +25,8 @@ from .validation import check_bool, check_choice, check_integer
 
 #: What keys are clustered around.
 LANDMARKS = ("keys", "prototypes")
+#: How features start.
+INITS = ("random", "moments")
 
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
 FORMAT_VERSION = 2
@@ -215,6 +217,14 @@ class PerformerConfig(AttentionConfig):
             "choices": tuple(FEATURE_MAPS),
         },
     )
+    init: str = field(
+        default="random",
+        metadata={
+            "help": "How features start: random as in the paper, or moments (matched to the mean and covariance of "
+            "queries and keys on calibration texts; positive, hyperbolic and learned).",
+            "choices": INITS,
+        },
+    )
     orthogonal: bool = field(
         default=True, metadata={"help": "Orthogonal random directions, which estimate better than independent ones."}
     )
@@ -229,8 +239,12 @@ class PerformerConfig(AttentionConfig):
         super().__post_init__()
         check_integer(type(self).__name__, "num_features", self.num_features, 1)
         check_choice(type(self).__name__, "feature_map", self.feature_map, FEATURE_MAPS)
-        if not isinstance(self.orthogonal, bool):
-            raise ValueError(f"{type(self).__name__}: orthogonal={self.orthogonal!r} must be True or False.")
+        check_choice(type(self).__name__, "init", self.init, INITS)
+        if self.init == "moments" and not FEATURE_MAPS[self.feature_map].matches_moments:
+            raise ValueError(
+                f"{type(self).__name__}: init='moments' must be 'random' for feature_map={self.feature_map!r}."
+            )
+        check_bool(type(self).__name__, "orthogonal", self.orthogonal)
         if self.redraw_interval is not None:
             check_integer(type(self).__name__, "redraw_interval", self.redraw_interval, 1)
         if self.num_features % (each := FEATURE_MAPS[self.feature_map].features_per_direction):
