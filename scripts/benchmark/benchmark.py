@@ -12,9 +12,9 @@ seconds at a length is left out at longer ones.
     python scripts/benchmark/benchmark.py --output runs/against --against FOLDER
 
 compares with another checkout of this repository, such as an older commit (`git worktree add FOLDER COMMIT`): a process
-for each measurement, in turns. A smoke test that takes a minute:
+for each measurement, in turns. A smoke test, which takes seconds without the processes that measure memory:
 
-    python scripts/benchmark/benchmark.py --output runs/smoke --quick
+    python scripts/benchmark/benchmark.py --output runs/smoke --quick --memory-lengths
 """
 
 import argparse

@@ -50,7 +50,8 @@ def measure_in_new_process(
     call = [sys.executable, str(Path(__file__).with_name("measure_row.py")), name, subject, str(length)]
     call += ["--repeats", str(repeats), "--layers", str(options.layers), "--memory", str(options.memory)]
     call += ["--device", options.device, "--dtype", options.dtype]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    path = [str(checkout.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(call, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:120]}
