@@ -655,7 +655,7 @@ def _accelerator(config: AdaptConfig, folder: Path) -> Accelerator:
         raise ValueError(
             f"FSDP was asked for, and Accelerate runs {accelerator.distributed_type.value} instead: it shards over "
             f"several accelerators, and this is process {accelerator.process_index} of {accelerator.num_processes} on "
-            f"{accelerator.device}. On a CPU use scripts/accelerate/multi_cpu.yaml."
+            f"{accelerator.device}. On a CPU use scripts/accelerate_configs/multi_cpu.yaml."
         )
     return accelerator
 

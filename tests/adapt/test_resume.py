@@ -108,7 +108,13 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
 
 def launched(config: str, arguments: list[Any], *options: str) -> list[str]:
     """Two processes under `accelerate launch`; what they say."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"scripts/accelerate/{config}.yaml"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"scripts/accelerate_configs/{config}.yaml",
+    ]
     launch += [*options, "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
     result = subprocess.run(
         [*launch, "-m", "tests.adapt.adapt_run", *map(str, arguments)],

@@ -622,8 +622,13 @@ def test_two_processes_agree_with_one(encoder: str, corpus: Path, tmp_path: Path
     assert main([*call, "--output", str(tmp_path / "one")]) == 0
     root = Path(__file__).parents[2]
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    launch += ["--config_file", str(root / "scripts" / "accelerate" / "multi_cpu.yaml"), "--main_process_port", "0"]
-    launch += ["--num_cpu_threads_per_process", "1", str(root / "scripts" / "evaluate.py"), *call[1:]]
+    launch += [
+        "--config_file",
+        str(root / "scripts" / "accelerate_configs" / "multi_cpu.yaml"),
+        "--main_process_port",
+        "0",
+    ]
+    launch += ["--num_cpu_threads_per_process", "1", str(root / "scripts" / "evaluate_checkpoint.py"), *call[1:]]
     done = subprocess.run(
         [*launch, "--output", str(tmp_path / "two")],
         stdin=subprocess.DEVNULL,

@@ -1,46 +1,40 @@
 """What a swap costs where one far token is the answer: small softmax models that solve such tasks, then converted.
 
-    python scripts/synthetic_tasks.py --output model_cards/synthetic
+    python scripts/experiments/synthetic_tasks.py --output model_cards/synthetic
 
 trains a model for each task, converts it without further training, and writes what each conversion scores:
 TASK.json as soon as a task is done, then report.json, report.md and report.png of all of them. A task whose file
 is there is not done again, unless `--again` is given.
 """
 
-import argparse
 import json
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-# the folder of this file: a script in it hides the library `evaluate`, which the package uses
-sys.path.pop(0)
-
+from common import experiment_parser, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.evaluate.tasks.listops import WORDS
 from hf_linattn.evaluate.tasks.synthetic import IGNORED, Example, Outcome, SyntheticConfig, make_examples, padded, score
 from hf_linattn.evaluate.tasks.vocabulary import Vocabulary
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from hf_linattn.utils.files import write_text
 
 _RESAMPLES = 10_000
 # test examples have seeds that no training step has
-_TEST_SEED, _TRAIN_SEED = 0, 1_000_000
+TEST_SEED, TRAIN_SEED = 0, 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +157,7 @@ def train(plan: Plan, documents: list[list[int]] | None, name: str) -> PreTraine
         replace(plan.config, **fields) for share, fields in plan.stages for _ in range(round(share * plan.steps))
     ]
     for step, config in enumerate(tqdm(by_step, desc=f"Training: {name}", unit="step", leave=False)):
-        config = replace(config, seed=_TRAIN_SEED + step, count=max(plan.batch_tokens // config.length, 1))
+        config = replace(config, seed=TRAIN_SEED + step, count=max(plan.batch_tokens // config.length, 1))
         examples = make_examples(config, plan.vocabulary, documents)
         input_ids, mask, labels = padded(examples, plan.vocabulary.padding)
         logits = model(input_ids=input_ids, attention_mask=mask).logits
@@ -212,7 +206,7 @@ def guess(examples: Sequence[Example]) -> float:
 def run(name: str, plan: Plan, count: int, seeds: int) -> dict[str, Any]:
     """Train for one task, and score every column on the same examples."""
     start = time.perf_counter()
-    config = replace(plan.config, count=count, seed=_TEST_SEED)
+    config = replace(plan.config, count=count, seed=TEST_SEED)
     train_documents, test_documents = documents_of(plan)
     model = train(plan, train_documents, name)
     seconds = time.perf_counter() - start
@@ -296,34 +290,24 @@ def markdown(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]]) -> Figure:
     """A panel of bars for each task, with the interval over examples; a line at what a guess gets right."""
     figure, panels = plt.subplots(1, len(results), figsize=(3 + 2.6 * len(results), 4), sharey=True, squeeze=False)
     for axes, result in zip(panels[0], results, strict=True):
         rows = result["rows"][::-1]
         values = [row["metrics"]["accuracy"] for row in rows]
         spread = [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
-        colours = ["#55a868" if row["attention"] is None else "#4c72b0" for row in rows]
-        axes.barh([row["column"] for row in rows], [v["value"] for v in values], xerr=spread, color=colours, capsize=2)
+        colors = ["#55a868" if row["attention"] is None else "#4c72b0" for row in rows]
+        axes.barh([row["column"] for row in rows], [v["value"] for v in values], xerr=spread, color=colors, capsize=2)
         axes.axvline(result["guess"], color="#c44e52", linestyle="--", linewidth=1)
         axes.set(xlim=(0, 1.05), title=f"{result['task']}, {result['settings']['length']} tokens")
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("answer tokens right, no training after the swap (line: a guess)", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def write(path: Path, text: str) -> None:
-    """A file that is whole or not there."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(text)
-    os.replace(part, path)
+    return figure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="Folder to write.")
+    parser = experiment_parser(__doc__, "Folder of the report.")
     parser.add_argument("--tasks", nargs="+", choices=PLANS, default=list(PLANS), help="Tasks to do. Default: all.")
     parser.add_argument("--count", type=int, default=200, help="Examples of each test. Default: 200.")
     parser.add_argument("--seeds", type=int, default=3, help="Seeds of random features. Default: 3.")
@@ -336,13 +320,10 @@ def main() -> int:
     paths = {name: options.output / f"{name}.json" for name in PLANS}
     for name in options.tasks:
         if options.again or not paths[name].exists():
-            write(paths[name], json.dumps(run(name, PLANS[name], options.count, options.seeds), indent=1) + "\n")
+            write_text(paths[name], json.dumps(run(name, PLANS[name], options.count, options.seeds), indent=1) + "\n")
     # all that was done up to now
     results = [json.loads(path.read_text()) for path in paths.values() if path.exists()]
-    write(options.output / "report.json", json.dumps({"tasks": results}, indent=1) + "\n")
-    write(options.output / "report.md", markdown(results) + "\n")
-    plot(results, options.output / "report.png")
-    print(markdown(results))
+    write_report(options.output / "report", {"tasks": results}, markdown(results), plot(results))
     return 0
 
 

@@ -1,33 +1,27 @@
 """What initialisation from data is worth: the direct swap with and without calibration, on other documents.
 
-    python scripts/calibrated_swap.py --calibration TEXTS.jsonl --texts topics NEWS.jsonl --output OUTPUT
+    python scripts/experiments/calibrated_swap.py --calibration TEXTS.jsonl --texts topics NEWS.jsonl --output OUTPUT
 
 Mean cosine of all-MiniLM-L6-v2's mean-pooled embedding to the original's, first 512 tokens. No weight of the model is
 trained: features and projections are fitted to each layer's own softmax attention (`convert(calibration_texts=...)`).
 """
 
-import argparse
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from embeddings import embeddings, mean, token_ids
-from minilm import minilm_folder
+from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-# the folder of this file: a script in it hides the library `evaluate`, which the package uses
-sys.path.remove(str(Path(__file__).resolve().parent))
-
+from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, token_ids, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.utils.reports import interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.reports import interval_text, machine, machine_text, table
 
 JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
 SETTINGS: dict[str, AttentionConfig] = {
@@ -41,41 +35,34 @@ SETTINGS: dict[str, AttentionConfig] = {
 }
 
 
-def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
+def plot(rows: list[dict[str, Any]], names: list[str]) -> Figure:
     """Two bars for each setting, one panel for each kind of documents."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, panels = plt.subplots(1, len(names), figsize=(5.5 * len(names), 4.5), sharey=True, squeeze=False)
     place = np.arange(len(rows))[::-1]
     for axes, name in zip(panels[0], names, strict=True):
-        for shift, kind, colour in ((0.2, "default", "0.6"), (-0.2, "calibrated", "C0")):
-            axes.barh(place + shift, [row[name][kind][0] for row in rows], 0.4, color=colour, label=kind)
+        for shift, kind, color in ((0.2, "default", "0.6"), (-0.2, "calibrated", "C0")):
+            axes.barh(place + shift, [row[name][kind][0] for row in rows], 0.4, color=color, label=kind)
         axes.set_yticks(place, [row["setting"] for row in rows])
         axes.set_xlim(0, 1)
         axes.set_title(name)
         axes.set_xlabel("pooled cosine to the original")
     panels[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=2)
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--calibration", required=True, help="File or dataset of documents to calibrate on.")
     parser.add_argument("--calibration-documents", type=int, default=96, help="How many of them.")
     parser.add_argument("--texts", nargs="+", required=True, help="Files or datasets of documents to measure on.")
     parser.add_argument("--documents", type=int, default=24, help="How many of each.")
     parser.add_argument("--seeds", type=int, default=2, help="Seeds of random features.")
-    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
     options = parser.parse_args()
     logging.disable_progress_bar()
     tokenizer, base = AutoTokenizer.from_pretrained(minilm_folder()), AutoModel.from_pretrained(minilm_folder()).eval()
-    data = DataConfig(dataset=options.calibration, max_documents=options.calibration_documents)
-    calibration = [document.text for document in load_documents(data).documents]
+    calibration = texts_of(options.calibration, options.calibration_documents)
     sets = token_ids(options.texts, tokenizer, 512, options.documents)
-    wanted = {name: embeddings(base, documents) for name, documents in sets.items()}
+    target = {name: embeddings(base, documents) for name, documents in sets.items()}
 
     rows = []
     for setting, config in tqdm(SETTINGS.items(), desc="Settings", leave=False):
@@ -90,12 +77,12 @@ def main() -> None:
                 )
                 seconds = time.perf_counter() - begun
                 for name, documents in sets.items():
-                    found = torch.cosine_similarity(embeddings(model, documents), wanted[name], dim=-1)
-                    cosines[name][kind].append(found.numpy())
+                    cosine = torch.cosine_similarity(embeddings(model, documents), target[name], dim=-1)
+                    cosines[name][kind].append(cosine.numpy())
         row: dict[str, Any] = {"setting": setting, "seconds": seconds}
         for name, kinds in cosines.items():
-            by_kind = {kind: [(values,) for values in found] for kind, found in kinds.items()}
-            numbers = {kind: bootstrap_interval(mean, found) for kind, found in by_kind.items()}
+            by_kind = {kind: [(values,) for values in by_seed] for kind, by_seed in kinds.items()}
+            numbers = {kind: bootstrap_interval(mean, values) for kind, values in by_kind.items()}
             numbers["gain"] = bootstrap_difference(mean, by_kind["calibrated"], by_kind["default"])
             row[name] = {kind: [x.value, x.low, x.high] for kind, x in numbers.items()}
         rows.append(row)
@@ -107,8 +94,6 @@ def main() -> None:
         "machine": machine(),
         "rows": rows,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
     head = ["swap", *(f"{name}: {part}" for name in sets for part in ("default", "calibrated", "gain"))]
     lines = [
         [
@@ -130,9 +115,7 @@ def main() -> None:
         f"{', '.join(f'{count} of {name}' for name, count in report['documents'].items())}; {options.seeds} seeds of "
         f"random features; 95% intervals. On {machine_text(report['machine'])}.\n\n{table(head, lines)}\n"
     )
-    write_whole(options.output.with_suffix(".md"), text)
-    plot(rows, list(sets), options.output.with_suffix(".png"))
-    print(text)
+    write_report(options.output, report, text, plot(rows, list(sets)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""Compare a checkpoint with its conversions: `python scripts/evaluate.py ID_OR_FOLDER --task probe --output DIR`.
+"""Compare a checkpoint with its conversions: `python scripts/evaluate_checkpoint.py ID_OR_FOLDER --task probe ...`.
 
 The same as `hf-linattn evaluate`, with the same options (`--help` lists them), also under `accelerate launch`.
 """
 
 import sys
-
-# the folder of this file: its name would hide the library `evaluate`, which the package uses
-sys.path.pop(0)
 
 from hf_linattn.cli.main import main
 

@@ -1,7 +1,7 @@
 """Unlabelled English text of several kinds to adapt on, from packages that install by name.
 
-    python scripts/english_texts.py --output texts.jsonl [--novels NOVELS.jsonl.gz]
-    python scripts/english_texts.py --output more_kinds.jsonl --kinds all --novels NOVELS.jsonl.gz
+    python scripts/experiments/english_texts.py --output texts.jsonl [--novels NOVELS.jsonl.gz]
+    python scripts/experiments/english_texts.py --output more_kinds.jsonl --kinds all --novels NOVELS.jsonl.gz
 
 Pieces of the kernel's documentation (linux-doc-6.1), of a handbook of administration (debian-handbook) and of essays
 (anarchism); with `--kinds all` also of eight manuals, of a lexicon of slang (dict-jargon) and of speeches of American

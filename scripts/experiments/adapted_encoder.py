@@ -1,7 +1,8 @@
 """What adaptation wins back in an encoder: all-MiniLM-L6-v2, converted, adapted, and measured on other documents.
 
-    python scripts/english_texts.py --output texts.jsonl --pieces 300 --characters 9000 --novels NOVELS.jsonl.gz
-    python scripts/adapted_encoder.py --train texts.jsonl --texts topics NEWS.jsonl \\
+    python scripts/experiments/english_texts.py --output texts.jsonl --pieces 300 --characters 9000 \\
+        --novels NOVELS.jsonl.gz
+    python scripts/experiments/adapted_encoder.py --train texts.jsonl --texts topics NEWS.jsonl \\
         --output model_cards/minilm-l6/adapted/512-tokens
 
 Mean cosine of the mean-pooled embedding to the original's, first 512 tokens: of the direct swap, of the adapted model,
@@ -14,27 +15,25 @@ and takes those that are there, so that they can be made one by one, or shared b
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from embeddings import embeddings, mean, token_ids
-from minilm import minilm_folder
+from matplotlib.figure import Figure
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-# the folder of this file: a script in it hides the library `evaluate`, which the package uses
-sys.path.remove(str(Path(__file__).resolve().parent))
-
+from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, token_ids, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.adapt import AdaptConfig, adapt
-from hf_linattn.data.documents import DataConfig, load_documents
+from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import bootstrap_interval
-from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.files import write_text
+from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, table
 
 #: Longest document of the models that come out, and length of what they are trained and measured on.
 MAX_LENGTH, LENGTH = 4096, 512
@@ -87,16 +86,15 @@ FORMS = {
 def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel, tokenizer: Any, sets: Any) -> None:
     """Convert, adapt, measure and keep one form and seed."""
     form, folder = FORMS[slug], options.work / f"{slug}-{seed}"
-    wanted = {name: embeddings(base, documents) for name, documents in sets.items()}
+    target = {name: embeddings(base, documents) for name, documents in sets.items()}
 
     def cosines(model: PreTrainedModel) -> dict[str, list[float]]:
-        found = {name: embeddings(model, documents) for name, documents in sets.items()}
-        return {name: torch.cosine_similarity(found[name], wanted[name], dim=-1).tolist() for name in sets}
+        adapted = {name: embeddings(model, documents) for name, documents in sets.items()}
+        return {name: torch.cosine_similarity(adapted[name], target[name], dim=-1).tolist() for name in sets}
 
     texts = None
     if not form.joined or isinstance(form.attention, PerformerConfig):
-        data = DataConfig(dataset=options.train, max_documents=CALIBRATION_DOCUMENTS)
-        texts = [document.text for document in load_documents(data).documents]
+        texts = texts_of(options.train, CALIBRATION_DOCUMENTS)
     begun = time.process_time()
     model: Any = convert(
         base, form.attention, max_length=MAX_LENGTH, seed=seed, calibration_texts=texts, tokenizer=tokenizer
@@ -124,7 +122,7 @@ def run(slug: str, seed: int, options: argparse.Namespace, base: PreTrainedModel
         "conversion_cpu_seconds": measuring - begun,
         "cosines": result,
     }
-    write_whole(folder.with_suffix(".json"), json.dumps(record) + "\n")
+    write_text(folder.with_suffix(".json"), json.dumps(record) + "\n")
 
 
 def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
@@ -147,9 +145,9 @@ def rows_of(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, A
         for kind in runs[0]["cosines"]:
             row[kind] = {}
             for name in names:
-                found = bootstrap_interval(mean, [(np.array(r["cosines"][kind][name]),) for r in runs])
+                interval = bootstrap_interval(mean, [(np.array(r["cosines"][kind][name]),) for r in runs])
                 each = [float(np.mean(r["cosines"][kind][name])) for r in runs]
-                row[kind][name] = {"mean": [found.value, found.low, found.high], "seeds": each}
+                row[kind][name] = {"mean": [interval.value, interval.low, interval.high], "seeds": each}
         rows.append(row)
     return rows
 
@@ -186,41 +184,36 @@ def markdown(report: dict[str, Any]) -> str:
                 cells.append(interval_text(value, low, high) + each)
         lines.append(cells)
     measured = ", ".join(f"{count} of {name}" for name, count in report["documents"].items())
-    told = (
+    caption = (
         f"all-MiniLM-L6-v2, converted with max_length={MAX_LENGTH}; mean cosine of the pooled embedding to the "
         f"original's, first {LENGTH} tokens, on {measured}; 95% intervals over documents and seeds. "
         f"{where(report['runs'])}"
     )
-    return f"{told}\n\n{table(head, lines)}\n"
+    return f"{caption}\n\n{table(head, lines)}\n"
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any]) -> Figure:
     """Three bars for each form, one panel for each kind of documents."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows, names = report["rows"][::-1], list(report["documents"])
     figure, panels = plt.subplots(
         1, len(names), figsize=(5.5 * len(names), 0.9 * len(rows) + 1.6), sharey=True, squeeze=False
     )
     for axes, name in zip(panels[0], names, strict=True):
-        for shift, kind, colour in ((0.27, "swap", "0.6"), (0.0, "adapted", "C0"), (-0.27, "far off", "C1")):
+        for shift, kind, color in ((0.27, "swap", "0.6"), (0.0, "adapted", "C0"), (-0.27, "far off", "C1")):
             places = [place + shift for place, row in enumerate(rows) if kind in row]
             shown = [row[kind][name]["mean"] for row in rows if kind in row]
             label = {"swap": "direct swap", "adapted": "adapted", "far off": "adapted, far part off"}[kind]
-            axes.barh(places, [v for v, *_ in shown], 0.27, xerr=error_bars(shown), color=colour, label=label)
+            axes.barh(places, [v for v, *_ in shown], 0.27, xerr=error_bars(shown), color=color, label=label)
         axes.set_yticks(range(len(rows)), [row["setting"] for row in rows])
         axes.set_xlim(0.7, 1)
         axes.set_title(name)
         axes.set_xlabel("pooled cosine to the original")
     panels[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=3)
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--train", required=True, help="File or dataset of documents to train on.")
     parser.add_argument("--texts", nargs="+", required=True, help="Files or datasets of documents to measure on.")
     parser.add_argument("--documents", type=int, default=24, help="How many of each. Default: 24.")
@@ -229,7 +222,6 @@ def main() -> None:
     parser.add_argument("--distil-steps", type=int, help="Steps of distillation. Default: of each form its own.")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="Of the training. Default: no.")
     parser.add_argument("--work", type=Path, default=Path("runs/adapted-encoder"), help="Folder of the runs.")
-    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
     options = parser.parse_args()
     logging.disable_progress_bar()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -241,9 +233,9 @@ def main() -> None:
                 run(slug, seed, options, base, tokenizer, sets)
     path = options.output.with_suffix(".json")
     kept = json.loads(path.read_text())["runs"] if path.exists() else []
-    found = [json.loads(record.read_text()) for record in options.work.glob("*.json")]
+    finished = [json.loads(record.read_text()) for record in options.work.glob("*.json")]
     # what was run now or lies in the folder, in place of what the report had of the same form and seed
-    runs = {(record["form"], record["seed"]): record for record in [*kept, *found]}
+    runs = {(record["form"], record["seed"]): record for record in [*kept, *finished]}
     records = [runs[key] for key in sorted(runs)]
     report = {
         "model": "all-MiniLM-L6-v2",
@@ -251,11 +243,7 @@ def main() -> None:
         "rows": rows_of(records, list(sets)),
         "runs": records,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-    write_whole(options.output.with_suffix(".md"), markdown(report))
-    plot(report, options.output.with_suffix(".png"))
-    print(markdown(report))
+    write_report(options.output, report, markdown(report), plot(report))
 
 
 if __name__ == "__main__":

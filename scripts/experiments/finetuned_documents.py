@@ -1,6 +1,7 @@
 """Fine-tune a classifier of long documents from softmax and from converted models, with the same budget for each.
 
-    python scripts/finetuned_documents.py --dataset NEWS.jsonl --output model_cards/minilm-l6/hyperpartisan/report \\
+    python scripts/experiments/finetuned_documents.py --dataset NEWS.jsonl \\
+        --output model_cards/minilm-l6/hyperpartisan/report \\
         --converted "joined Linformer=runs/adapted-encoder/joined-linformer-{seed}"
 
 all-MiniLM-L6-v2 that reads the first 512 tokens, the same with more positions, and each conversion: `{seed}` in a
@@ -15,15 +16,15 @@ with `--columns`.
 import argparse
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
-from minilm import minilm_folder
+from matplotlib.figure import Figure
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 from transformers import (
@@ -36,17 +37,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
-# the folder of this file: a script in it hides the library `evaluate`, which the package uses
-sys.path.remove(str(Path(__file__).resolve().parent))
-
 import hf_linattn  # noqa: F401  # converted checkpoints load with the auto classes
+from common import experiment_parser, minilm_folder, write_report
 from hf_linattn.conversion.convert import extend_positions
 from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
 from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, load_tokenizer
 from hf_linattn.evaluate.plots import slug
-from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, save_figure, table, write_whole
+from hf_linattn.utils.files import write_text
+from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, table
 
 #: Parts of the documents, of which each run is tested on one.
 FOLDS = 5
@@ -115,20 +115,20 @@ def run(column: str, folder: str, seed: int, rows: list[dict[str, Any]], options
     cpu_seconds = time.process_time() - begun
     # in the order of the documents: Trainer groups those that it predicts, too
     trainer.args.train_sampling_strategy = "random"
-    found: Any = trainer.predict([rows[i] for i in test])  # type: ignore[arg-type]
-    assert found.label_ids.tolist() == [labels[i] for i in test]
+    output: Any = trainer.predict([rows[i] for i in test])  # type: ignore[arg-type]
+    assert output.label_ids.tolist() == [labels[i] for i in test]
     record = {
         "column": column,
         "seed": seed,
         "test": test.tolist(),
-        "prediction": np.argmax(found.predictions, axis=-1).tolist(),
+        "prediction": np.argmax(output.predictions, axis=-1).tolist(),
         "label": [labels[i] for i in test],
         "training_tokens": int(sum(len(rows[i]["input_ids"]) for i in train) * options.epochs),
         "steps": trainer.state.global_step,
         "last_loss": trainer.state.log_history[-1]["train_loss"],
         "cpu_seconds": cpu_seconds,
     }
-    write_whole(options.work / f"{slug(column)}-{seed}.json", json.dumps(record) + "\n")
+    write_text(options.work / f"{slug(column)}-{seed}.json", json.dumps(record) + "\n")
     shutil.rmtree(work, ignore_errors=True)
 
 
@@ -170,8 +170,8 @@ def make_report(records: list[dict[str, Any]], columns: list[str], settings: dic
 def markdown(report: dict[str, Any]) -> str:
     """The table, and what it is of."""
 
-    def text(found: dict[str, Any] | None, sign: str = "") -> str:
-        return "" if found is None else interval_text(**found, form=f"{{:{sign}.3f}}")
+    def text(interval: dict[str, Any] | None, sign: str = "") -> str:
+        return "" if interval is None else interval_text(**interval, form=f"{{:{sign}.3f}}")
 
     lines = [
         [
@@ -185,7 +185,7 @@ def markdown(report: dict[str, Any]) -> str:
         for row in report["rows"]
     ]
     head = ["", "accuracy", "each seed", f"minus {EXTENDED}", "training tokens", "CPU minutes a run"]
-    told = (
+    caption = (
         f"{report['model']}, fine-tuned on {report['dataset']}: {report['documents']} documents, of which each run is "
         f"tested on one in {FOLDS} and trained on the others; first {report['length']} tokens (truncated: 512), "
         f"{report['epochs']} epochs in batches of {report['batch_size']}, learning rate {report['learning_rate']:g}, "
@@ -193,31 +193,26 @@ def markdown(report: dict[str, Any]) -> str:
         f"intervals over the tested documents of all seeds together, differences on the same documents. The larger "
         f"class alone gets {report['guess']:.3f}. On {machine_text(report['machine'])}."
     )
-    return f"{told}\n\n{table(head, lines)}\n"
+    return f"{caption}\n\n{table(head, lines)}\n"
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any]) -> Figure:
     """Accuracies with their intervals, and the seeds as dots."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = report["rows"][::-1]
     figure, axes = plt.subplots(figsize=(7, 0.6 * len(rows) + 1.3))
     for place, row in enumerate(rows):
-        found = tuple(row["accuracy"][key] for key in ("value", "low", "high"))
-        axes.errorbar(found[0], place, xerr=error_bars([found]), fmt="o", color="C0", capsize=3)
+        accuracy = tuple(row["accuracy"][key] for key in ("value", "low", "high"))
+        axes.errorbar(accuracy[0], place, xerr=error_bars([accuracy]), fmt="o", color="C0", capsize=3)
         axes.plot(row["each"], [place - 0.2] * len(row["each"]), ".", color="0.6")
     axes.axvline(report["guess"], color="0.6", linestyle=":")
     axes.set_yticks(range(len(rows)), [row["column"] for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlabel("accuracy (dots: runs; line: the larger class)")
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = experiment_parser(__doc__)
     parser.add_argument("--dataset", required=True, help="File or dataset with text and label.")
     parser.add_argument("--converted", nargs="*", default=[], metavar="NAME=FOLDER", help="With {seed} in FOLDER.")
     parser.add_argument("--columns", nargs="+", help="Train these only. Default: all.")
@@ -230,7 +225,6 @@ def main() -> None:
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="Of the training. Default: no.")
     parser.add_argument("--cpu", action="store_true", help="Not on a GPU.")
     parser.add_argument("--work", type=Path, default=Path("runs/finetuned-documents"), help="Folder of the runs.")
-    parser.add_argument("--output", type=Path, required=True, help="Name of the files to write, without their ending.")
     options = parser.parse_args()
     logging.disable_progress_bar()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -269,11 +263,7 @@ def main() -> None:
         "converted": {Path(folder).name: name for name, folder in folders.items() if name not in (TRUNCATED, EXTENDED)},
     }
     report = make_report(records, list(folders), settings)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-    write_whole(options.output.with_suffix(".md"), markdown(report))
-    plot(report, options.output.with_suffix(".png"))
-    print(markdown(report))
+    write_report(options.output, report, markdown(report), plot(report))
 
 
 if __name__ == "__main__":

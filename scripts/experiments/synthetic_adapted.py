@@ -1,6 +1,6 @@
 """Whether the far part can learn a copy that the window does not reach: a small decoder, converted and adapted.
 
-    python scripts/synthetic_adapted.py --output model_cards/synthetic/adapted
+    python scripts/experiments/synthetic_adapted.py --output model_cards/synthetic/adapted
 
 trains a softmax decoder to copy random tokens (as scripts/synthetic_tasks.py does), converts it, adapts each
 conversion by attention transfer and next tokens, with and without window dropout, and counts the answer tokens that
@@ -8,7 +8,6 @@ are right with both parts, and with either switched off. What is finished is kep
 on where it was interrupted.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -16,25 +15,23 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
-
-# takes the folder of this file off the path: a script in it hides the library `evaluate`, which the package uses
-from synthetic_tasks import _TEST_SEED, _TRAIN_SEED, PLANS, Plan, train, write
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from common import experiment_parser, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
 from hf_linattn.evaluate.tasks.synthetic import Example, make_examples, score
+from hf_linattn.utils.files import write_text
 from hf_linattn.utils.reports import error_bars, interval_text
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from synthetic_tasks import PLANS, TEST_SEED, TRAIN_SEED, Plan, train
 
 _PLAN = PLANS["copy"]
 # An example and the last token of its answer, which is no input of the test but must be one label in training; and
@@ -88,7 +85,7 @@ def make_base(plan: Plan, folder: Path) -> None:
 
 def documents(plan: Plan, count: int) -> str:
     """Training examples as lines of JSON: all tokens of each, its answer among them."""
-    examples = make_examples(replace(plan.config, count=count, seed=_TRAIN_SEED), plan.vocabulary)
+    examples = make_examples(replace(plan.config, count=count, seed=TRAIN_SEED), plan.vocabulary)
     texts = (" ".join(map(_word, [*example.input_ids, example.labels[-1]])) for example in examples)
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
@@ -141,7 +138,7 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"* {note}" for note in report["notes"])])
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: list[dict[str, Any]]) -> Figure:
     """A panel for each branch setting, a bar for each row, with the intervals."""
     figure, panels = plt.subplots(1, len(BRANCHES), figsize=(13, 0.45 * len(rows) + 1.4), sharey=True)
     for axes, branch in zip(panels, BRANCHES, strict=True):
@@ -149,20 +146,17 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             if branch not in row["accuracy"]:
                 continue
             value = Interval(**row["accuracy"][branch])
-            colour = "#4c72b0" if len(row["accuracy"]) > 1 else "#55a868"
-            axes.barh(position, value.value, xerr=error_bars([astuple(value)]), color=colour, capsize=3)
+            color = "#4c72b0" if len(row["accuracy"]) > 1 else "#55a868"
+            axes.barh(position, value.value, xerr=error_bars([astuple(value)]), color=color, capsize=3)
         axes.set(xlim=(0, 1.05), title=branch)
         axes.set_yticks(range(len(rows)), [row["setting"] for row in rows[::-1]])
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("answer tokens right", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="Folder of the report.")
+    parser = experiment_parser(__doc__, "Folder of the report.")
     parser.add_argument("--work", type=Path, default=Path("runs/synthetic-adapted"), help="Folder of all that is made.")
     parser.add_argument("--count", type=int, default=200, help="Examples of the test. Default: 200.")
     parser.add_argument("--seeds", type=int, default=2, help="Seeds of features and of the order of data. Default: 2.")
@@ -177,8 +171,8 @@ def main() -> int:
         make_base(plan, base)
     if not data.exists():
         steps = max(TRAINING.transfer_steps, TRAINING.task_steps)
-        write(data, documents(plan, TRAINING.batch_size * (steps + 1)))
-    examples = make_examples(replace(plan.config, count=options.count, seed=_TEST_SEED), plan.vocabulary)
+        write_text(data, documents(plan, TRAINING.batch_size * (steps + 1)))
+    examples = make_examples(replace(plan.config, count=options.count, seed=TEST_SEED), plan.vocabulary)
 
     softmax = AutoModelForCausalLM.from_pretrained(base).eval()
     cells: dict[str, list[dict[str, list[float]]]] = {
@@ -211,7 +205,7 @@ def main() -> int:
                     if dropout is not None:
                         cell |= {"cpu_seconds": round(time.process_time() - start)}
                         cell |= {"training": model.config.linattn_training}
-                    write(kept, json.dumps(cell) + "\n")
+                    write_text(kept, json.dumps(cell) + "\n")
                 cell = json.loads(kept.read_text())
                 cells[setting].append(cell["accuracy"])
                 if dropout is not None:
@@ -234,7 +228,7 @@ def main() -> int:
         "examples and seeds. Far part adds: both parts less far part off, on the same examples.",
     ]
     report = {
-        "settings": vars(plan.config) | {"count": options.count, "seed": _TEST_SEED},
+        "settings": vars(plan.config) | {"count": options.count, "seed": TEST_SEED},
         "forms": {form: attention.to_dict() for form, attention in FORMS.items()},
         "training": training,
         "runs": records,
@@ -243,11 +237,7 @@ def main() -> int:
         "rows": rows_of(cells),
         "notes": notes,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    write(options.output / "report.json", json.dumps(report, indent=1) + "\n")
-    write(options.output / "report.md", markdown(report) + "\n")
-    plot(report["rows"], options.output / "report.png")
-    print(markdown(report))
+    write_report(options.output / "report", report, markdown(report), plot(report["rows"]))
     return 0
 
 

@@ -1,7 +1,7 @@
 """What adaptation wins back in a decoder, and whether its far part works: SmolLM2-135M, converted and adapted by LoRA.
 
-    python scripts/english_texts.py ...       # makes texts.jsonl
-    python scripts/adapt_decoder.py --texts texts.jsonl --output model_cards/smollm2-135m/adapted
+    python scripts/experiments/english_texts.py ...       # makes texts.jsonl
+    python scripts/experiments/adapt_decoder.py --texts texts.jsonl --output model_cards/smollm2-135m/adapted
 
 converts the model, distils the original into it, and measures the original, the direct swap and the adapted model,
 the converted ones also with either part switched off:
@@ -14,7 +14,6 @@ Trained on are texts of which two in three are such repetitions, the third is as
 as they were. What is finished is kept in `--work`: the same command goes on where it was interrupted.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -22,29 +21,25 @@ from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from decoder_swap import losses
-from documents import topic_documents
-from smollm2 import CACHE, smollm2_folder
-
-# takes the folder of this file off the path: a script in it hides the library `evaluate`, which the package uses
-from synthetic_tasks import write
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from common import experiment_parser, topic_documents, write_report
+from decoder_swap import losses
 from hf_linattn import LinformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
+from hf_linattn.utils.files import write_text
 from hf_linattn.utils.reports import error_bars, interval_text
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from smollm2 import CACHE, smollm2_folder
 
 MAX_LENGTH, PASSAGE = 1024, 240
 #: Summaries of 4 tokens; how the tokens of a segment are weighed is learned per head, channel and place.
@@ -151,33 +146,30 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"* {note}" for note in report["notes"])])
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: list[dict[str, Any]]) -> Figure:
     """Two panels of bars with their intervals: perplexity, and log-probability of what is repeated."""
     figure, panels = plt.subplots(1, 2, figsize=(12, 0.45 * len(rows) + 1.4), sharey=True)
     rows = rows[::-1]
     titles = {"perplexity": "perplexity (less is better)", "copied": "log-probability of a repeated token (nats)"}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         values = [Interval(**row[key]) for row in rows]
-        colours = ["#55a868", *["#4c72b0"] * (len(rows) - 1)][::-1]
+        colors = ["#55a868", *["#4c72b0"] * (len(rows) - 1)][::-1]
         axes.barh(
             [row["setting"] for row in rows],
             [v.value for v in values],
             xerr=error_bars([astuple(v) for v in values]),
-            color=colours,
+            color=colors,
             capsize=3,
         )
         axes.set_xlabel(title)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_xscale("log")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = experiment_parser(__doc__, "Folder of the report.")
     parser.add_argument("--texts", type=Path, required=True, help="Lines of JSON with a field text, to train on.")
-    parser.add_argument("--output", type=Path, required=True, help="Folder of the report.")
     parser.add_argument("--work", type=Path, default=Path("runs/adapt-decoder"), help="Folder of all that is made.")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"Folder of the model. Default: {CACHE}.")
     parser.add_argument("--steps", type=int, default=TRAINING.distil_steps, help="Steps of distillation.")
@@ -203,7 +195,7 @@ def main() -> int:
     adapted = work / f"adapted-{kind}-{options.steps}-{options.learning_rate:g}-{options.seed}"
     if not train.exists():
         lines = training_texts(options.texts, tokenizer, 256, options.repetitions)
-        write(train, "".join(json.dumps({"text": text}) + "\n" for text in lines))
+        write_text(train, "".join(json.dumps({"text": text}) + "\n" for text in lines))
     if not swap.exists():
         convert_checkpoint(base, swap, ATTENTION, max_length=MAX_LENGTH, auto_class="AutoModelForCausalLM")
     config = replace(
@@ -228,7 +220,7 @@ def main() -> int:
             if not kept.exists():
                 if folder != Path(base):
                     model.set_branches(near=near, far=far)
-                write(kept, json.dumps(measure(model, documents, repeated)) + "\n")
+                write_text(kept, json.dumps(measure(model, documents, repeated)) + "\n")
             outcomes[name] = json.loads(kept.read_text())
         del model
 
@@ -259,11 +251,7 @@ def main() -> int:
         "rows": rows_of(outcomes, MAX_LENGTH - 1),
         "notes": notes,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    write(options.output / "report.json", json.dumps(report, indent=1) + "\n")
-    write(options.output / "report.md", markdown(report) + "\n")
-    plot(report["rows"], options.output / "report.png")
-    print(markdown(report))
+    write_report(options.output / "report", report, markdown(report), plot(report["rows"]))
     return 0
 
 
