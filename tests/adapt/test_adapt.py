@@ -16,13 +16,12 @@ from transformers import AutoModel
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, PerformerConfig
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.adapt.config import TRACKERS
-from hf_linattn.adapt.distillation import Distil
 from hf_linattn.adapt.losses import divergence, mean_cosine, pooled, relative_error
 from hf_linattn.adapt.metrics_log import first_non_finite
-from hf_linattn.adapt.stages import branches
-from hf_linattn.adapt.task import add_labels
+from hf_linattn.adapt.stages import add_labels, without_near
+from hf_linattn.adapt.stages.distillation import Distil
+from hf_linattn.adapt.stages.transfer import Transfer
 from hf_linattn.adapt.teacher import softmax_teacher
-from hf_linattn.adapt.transfer import Transfer
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES
 from hf_linattn.utils.lock import only_one
@@ -156,12 +155,12 @@ def test_branches_are_switched_off_for_a_while_and_never_all() -> None:
     model = converted_model(LEARNED)
     batch = inputs_for("AutoModel")
     before = outputs_of(model, batch)
-    with branches(model, near=False):
+    with without_near(model):
         assert (outputs_of(model, batch) - before).abs().max() > 1e-3
     assert torch.equal(outputs_of(model, batch), before)
     model.set_branches(far=False)
     near_only = outputs_of(model, batch)
-    with branches(model, near=False):
+    with without_near(model):
         assert torch.equal(outputs_of(model, batch), near_only)
 
 
@@ -380,7 +379,7 @@ def test_trackers_count_on_through_the_stages(
 ) -> None:
     """W&B drops what has a smaller step than something before."""
     logged: list[tuple[int, str]] = []
-    monkeypatch.setattr("hf_linattn.adapt.run.check_tracker", lambda name: None)
+    monkeypatch.setattr("hf_linattn.adapt.inputs.check_tracker", lambda name: None)
     monkeypatch.setattr(Accelerator, "init_trackers", lambda *args, **kwargs: None)
     monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, next(iter(values)))))
     adapt(folder, tmp_path / "out", AdaptConfig(**{**SHORT, "eval_sequences": 0}, tracker="wandb"), data=data)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hf_linattn.adapt import AdaptConfig, adapt, loop
-from hf_linattn.data.documents import DataConfig
 
 from .runs import SHORT, write_documents
 

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 from hf_linattn import LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
 from hf_linattn.adapt.batches import Sequences
-from hf_linattn.adapt.loop import DIVERGED
+from hf_linattn.adapt.checkpoints import DIVERGED
 from hf_linattn.data.documents import DataConfig
 
 from .runs import SETTINGS, SHORT, Killed, converted_folder, killed_when, lines, losses, same_weights, write_documents
@@ -219,7 +219,7 @@ def test_killed_before_anything_was_written(
     def killed(*args: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr("hf_linattn.adapt.run._write_whole", killed)
+    monkeypatch.setattr("hf_linattn.adapt.run.write_text", killed)
     with pytest.raises(Killed):
         adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["training", ".lock"]
@@ -295,11 +295,11 @@ def test_streams_are_read_as_other_data_are(tmp_path: Path, folder: Path) -> Non
     for streaming in (False, True):
         config = DataConfig(dataset=str(path), label_column="kind", label_value="a", streaming=streaming)
         sequences = Sequences(data=config, tokenizer=tokenizer, length=32, whole=True)
-        pools.append(next(iter(sequences._pools())))
+        pools.append(next(iter(sequences.pools())))
     assert pools[0] == pools[1]
     assert {example.label for example in pools[1]} == {"yes", "no"}
     with pytest.raises(ValueError, match="max_per_class=1 needs all documents"):
-        next(Sequences(data=dataclasses.replace(config, max_per_class=1), tokenizer=tokenizer, length=32)._pools())
+        next(Sequences(data=dataclasses.replace(config, max_per_class=1), tokenizer=tokenizer, length=32).pools())
     # a ClassLabel of -1 is none
     features = Features({"text": Value("string"), "kind": ClassLabel(names=["a", "b"])})
     Dataset.from_dict({"text": ["w1 w2"] * 4, "kind": [0, 1, -1, 0]}, features=features).to_parquet(
@@ -307,7 +307,7 @@ def test_streams_are_read_as_other_data_are(tmp_path: Path, folder: Path) -> Non
     )
     config = DataConfig(dataset=str(tmp_path / "x.parquet"), label_column="kind", streaming=True)
     with pytest.raises(ValueError, match="row 2 has no class"):
-        list(Sequences(data=config, tokenizer=tokenizer, length=32, whole=True)._pools())
+        list(Sequences(data=config, tokenizer=tokenizer, length=32, whole=True).pools())
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -57,7 +57,7 @@ def test_stopped_at_any_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = 0
-    original, rename = checkpoints.write, Path.rename
+    original, replace = checkpoints.write, os.replace
 
     def write(target: Path, *arguments: Any) -> None:
         nonlocal count
@@ -67,12 +67,12 @@ def test_stopped_at_any_checkpoint(
             raise Killed
         if last and when == "within":
             # the old one is aside, and the new one not yet in its place
-            def killed(path: Path, new: Path) -> Path:
-                if path.name.endswith("-new"):
+            def killed(path: Path, new: Path) -> None:
+                if Path(new).name == "checkpoint":
                     raise Killed
-                return rename(path, new)
+                replace(path, new)
 
-            monkeypatch.setattr(Path, "rename", killed)
+            monkeypatch.setattr(os, "replace", killed)
         original(target, *arguments)
         if last:
             raise Killed
