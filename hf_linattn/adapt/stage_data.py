@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from ..data.documents import DataConfig
 from .batches import Row, Sequences
@@ -15,10 +16,10 @@ class StageData:
     Args:
         inputs: of the run.
         stage: name of the stage; each has batches of its own.
-        label2id: classes of the model's head, for the task "sequence-classification".
+        label2id: class -> id of the model's head, for the task "sequence-classification".
     """
 
-    def __init__(self, inputs: Inputs, stage: str, label2id: dict[str, int]) -> None:
+    def __init__(self, inputs: Inputs, stage: str, label2id: Any) -> None:
         self._inputs, self._config = inputs, inputs.config
         self._is_task = stage == "task"
         self._has_classes = self._is_task and inputs.config.task == "sequence-classification"
