@@ -1,8 +1,8 @@
 """Weights and Adam's moments of a model that DeepSpeed trains (ZeRO-1 and ZeRO-2), whole, out of its partitions.
 
-DeepSpeed keeps float32 weights and the optimizer's tensors in flat partitions, one for each process, and hides them behind
-functions of each parameter (`deepspeed.utils`), which all processes must call together. Nothing of DeepSpeed is
-imported before it is used.
+DeepSpeed keeps float32 weights and the optimizer's tensors in flat partitions, one for each process, and hides them
+behind functions of each parameter (`deepspeed.utils`), which all processes must call together. Nothing of DeepSpeed
+is imported before it is used.
 """
 
 from collections.abc import Iterator

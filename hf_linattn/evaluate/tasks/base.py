@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ...data.documents import DataConfig, Documents, load_documents
-from ..metrics import MetricFunction, metric_function
+from ..metrics import MetricFunction, load_metric, metric_function
 from ..runner import POOLINGS, Runner
 
 #: One list per name, all with one entry per document.
@@ -113,6 +113,16 @@ class Metric:
     reads: tuple[str, ...]
     higher_is_better: bool
     guess: float | None = None
+
+    def arrays(self, outcomes: Outcomes) -> list[list[Any]]:
+        """The arguments of the metric, one entry per document each."""
+        return [outcomes[name] for name in self.reads]
+
+    def compute(self, outcomes: Outcomes) -> float:
+        """The metric by its module of `evaluate`; NaN where it is not defined."""
+        arguments = dict(zip(("predictions", "references"), self.arrays(outcomes), strict=False))
+        # loaded anew: a module keeps the type of its first inputs
+        return float(load_metric(self.function.name).compute(**arguments)[self.function.name])
 
 
 def metric(

@@ -3,8 +3,8 @@
 from typing import Any
 
 import numpy as np
-from scipy.stats import rankdata
 
+from ..metrics import metric_function
 from ..runner import Runner
 from .base import DocumentTask, Metric, Outcomes, metric
 from .probing import Pairs, normalized
@@ -13,7 +13,7 @@ _CUTOFF = 10
 
 
 class Embeddings(DocumentTask):
-    """Cosine of each document's embedding to that of extended softmax, and rank correlation of its neighbours.
+    """Cosine of each document's embedding to that of extended softmax, and rank correlation of its neighbors.
 
     The rank correlation is Spearman's, of one document's cosines to all the others, and then the mean over documents.
     """
@@ -32,7 +32,7 @@ class Embeddings(DocumentTask):
         theirs = normalized(reference.embed(self.at_length(length, reference.limit), pooling))
         return {
             "cosine": (ours * theirs).sum(1).tolist(),
-            "rank_correlation": neighbour_correlation(ours, theirs).tolist(),
+            "rank_correlation": neighbor_correlation(ours, theirs).tolist(),
         }
 
     def settings(self) -> dict[str, Any]:
@@ -53,28 +53,30 @@ class Retrieval(Pairs):
         for a, b, truth in self._pairs:
             if truth:
                 relevant.setdefault(a, set()).add(b)
-        return {"ndcg": [ndcg(embeddings @ embeddings[a], a, found) for a, found in sorted(relevant.items())]}
+        return {
+            "ndcg": [ranking_quality(embeddings @ embeddings[a], a, second) for a, second in sorted(relevant.items())]
+        }
 
 
-def neighbour_correlation(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def neighbor_correlation(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """Spearman's correlation, document by document, of the cosines to all others: two (documents, dim) -> (documents,).
 
     Raises:
-        ValueError: fewer than three documents have no order of neighbours.
+        ValueError: fewer than three documents have no order of neighbors.
     """
     if len(ours) < 3:
         raise ValueError(f"{len(ours)} documents: a rank correlation needs at least 3.")
+    spearman = metric_function("spearman")
     result = []
     for index in range(len(ours)):
         others = np.arange(len(ours)) != index
-        ranks = [rankdata((x @ x[index])[others]) for x in (ours, theirs)]
-        result.append(np.corrcoef(ranks)[0, 1])
+        result.append(spearman(*((x @ x[index])[others] for x in (ours, theirs))))
     return np.array(result)
 
 
-def ndcg(similarity: np.ndarray, query: int, relevant: set[int]) -> float:
-    """Normalised discounted cumulative gain at 10 (Jarvelin and Kekalainen 2002) of all texts but the query itself."""
-    order = [int(i) for i in np.argsort(-similarity, kind="stable") if i != query][:_CUTOFF]
-    gain = sum(1 / np.log2(rank + 2) for rank, index in enumerate(order) if index in relevant)
-    best = sum(1 / np.log2(rank + 2) for rank in range(min(len(relevant), _CUTOFF)))
-    return float(gain / best)
+def ranking_quality(similarity: np.ndarray, query: int, relevant: set[int]) -> float:
+    """nDCG at 10 of all texts but the query itself, ranked by their similarity to it, (texts,)."""
+    candidates = [index for index in range(len(similarity)) if index != query]
+    scores = [similarity[candidates].tolist()]
+    relevances = [[float(index in relevant) for index in candidates]]
+    return metric_function("ndcg").function(scores, relevances, k=_CUTOFF)
