@@ -25,8 +25,8 @@ from .intervals import Interval, bootstrap_difference, bootstrap_interval
 from .models import EXTENDED, TRUNCATED, ComparedModel, Source, base_length, compared_models, load_tokenizer
 from .report import describe_base, merge_report, write_report
 from .runner import Runner
-from .tasks import TASKS
-from .tasks.base import DocumentTask, Metric, Outcomes, Task, TaskConfig
+from .tasks import TASKS, TaskConfig
+from .tasks.base import DocumentTask, Metric, Outcomes, Task
 from .tasks.language_modeling import POSITION_EDGES
 
 

@@ -28,11 +28,13 @@ from hf_linattn.evaluate.footprint import Footprint
 from hf_linattn.evaluate.metrics import load_metric
 from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, ComparedModel, compared_models, load_model, load_tokenizer
 from hf_linattn.evaluate.report import card_section, crossovers, load_report, markdown
-from hf_linattn.evaluate.tasks import TASKS
-from hf_linattn.evaluate.tasks.base import Metric, TaskConfig
-from hf_linattn.evaluate.tasks.language_modeling import detokenized, token_nll, windows
-from hf_linattn.evaluate.tasks.probing import PasskeyProbe
-from hf_linattn.evaluate.tasks.similarity import neighbor_correlation, ranking_quality
+from hf_linattn.evaluate.tasks import TASKS, TaskConfig
+from hf_linattn.evaluate.tasks.base import Metric
+from hf_linattn.evaluate.tasks.embeddings import neighbor_correlation
+from hf_linattn.evaluate.tasks.language_modeling import token_nll, windows
+from hf_linattn.evaluate.tasks.passkey_probe import PasskeyProbe
+from hf_linattn.evaluate.tasks.retrieval import ranking_quality
+from hf_linattn.evaluate.tasks.token_loss import detokenized
 from hf_linattn.publish.card import model_card, read_report
 from hf_linattn.utils.memory import PeakMemory
 
@@ -535,7 +537,7 @@ def test_a_head_without_weights_is_refused(corpus: Path, tmp_path: Path) -> None
         ({"mask_fraction": 1.0}, "mask_fraction=1.0 must be between 0 and 1"),
         ({"stride": 0}, "stride=0"),
         ({"pair_columns": ["a"]}, "must be two names"),
-        ({"regularization": 0.0}, "regularization=0.0 must be above 0"),
+        ({"regularization": 0.0}, "regularization=0.0 must be a number above 0"),
     ],
 )
 def test_options_are_checked(fields: dict[str, Any], message: str) -> None:
@@ -642,15 +644,15 @@ _SLOW = """
 import signal, sys, time
 # a process that a shell started in the background ignores it
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import hf_linattn.evaluate.tasks.probing as probing
-original, calls = probing.Probe.outcomes, []
+import hf_linattn.evaluate.tasks.probe as probe
+original, calls = probe.Probe.outcomes, []
 def slow(self, runner, reference, length):
     calls.append(length)
     if len(calls) == 2:
         print("second", flush=True)
         time.sleep(60)
     return original(self, runner, reference, length)
-probing.Probe.outcomes = slow
+probe.Probe.outcomes = slow
 from hf_linattn.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -1,15 +1,27 @@
-"""Document embeddings: how near they stay to the base model's, and how well they find what belongs together."""
+"""Document embeddings: how near they stay to those of extended softmax."""
 
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...modeling.validation import check_choice
 from ..metrics import metric_function
-from ..runner import Runner
-from .base import DocumentTask, Metric, Outcomes, metric
-from .probing import Pairs, normalized
+from ..runner import POOLINGS, Runner
+from .base import DocumentTask, Metric, Outcomes, TaskOptions, metric
 
-_CUTOFF = 10
+
+@dataclass(kw_only=True)
+class EmbeddingOptions(TaskOptions):
+    """Options of tasks that read one embedding per document."""
+
+    pooling: str = field(
+        default="mean",
+        metadata={"help": "probe, pairs, embeddings: how states become one embedding.", "choices": POOLINGS},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(type(self).__name__, "pooling", self.pooling, POOLINGS)
 
 
 class Embeddings(DocumentTask):
@@ -19,6 +31,8 @@ class Embeddings(DocumentTask):
     """
 
     name = "embeddings"
+    used = ("pooling",)
+    config: EmbeddingOptions
 
     def metrics(self) -> list[Metric]:
         return [
@@ -33,28 +47,6 @@ class Embeddings(DocumentTask):
         return {
             "cosine": (ours * theirs).sum(1).tolist(),
             "rank_correlation": neighbor_correlation(ours, theirs).tolist(),
-        }
-
-    def settings(self) -> dict[str, Any]:
-        return {"pooling": self.config.pooling}
-
-
-class Retrieval(Pairs):
-    """nDCG at 10 of finding the second text of a pair by the embedding of the first, among all texts of the pairs."""
-
-    name = "retrieval"
-
-    def metrics(self) -> list[Metric]:
-        return [metric("mean", ("ndcg",), called=f"nDCG@{_CUTOFF}", higher_is_better=True)]
-
-    def outcomes(self, runner: Runner, reference: Runner, length: int) -> Outcomes:
-        embeddings = normalized(runner.embed(self.at_length(length, runner.limit), self.config.pooling))
-        relevant: dict[int, set[int]] = {}
-        for a, b, truth in self._pairs:
-            if truth:
-                relevant.setdefault(a, set()).add(b)
-        return {
-            "ndcg": [ranking_quality(embeddings @ embeddings[a], a, second) for a, second in sorted(relevant.items())]
         }
 
 
@@ -74,9 +66,6 @@ def neighbor_correlation(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     return np.array(result)
 
 
-def ranking_quality(similarity: np.ndarray, query: int, relevant: set[int]) -> float:
-    """nDCG at 10 of all texts but the query itself, ranked by their similarity to it, (texts,)."""
-    candidates = [index for index in range(len(similarity)) if index != query]
-    scores = [similarity[candidates].tolist()]
-    relevances = [[float(index in relevant) for index in candidates]]
-    return metric_function("ndcg").function(scores, relevances, k=_CUTOFF)
+def normalized(embeddings: np.ndarray) -> np.ndarray:
+    """Rows of length one: (documents, dim)."""
+    return embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
