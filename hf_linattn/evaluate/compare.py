@@ -49,7 +49,7 @@ class CompareConfig:
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Data type of all columns' weights. Default: the checkpoints'.",
+            "help": "Data type of all models' weights. Default: the checkpoints'.",
             "choices": ("float32", "float16", "bfloat16"),
         },
     )
@@ -62,7 +62,7 @@ class CompareConfig:
     )
     resamples: int = field(default=1000, metadata={"help": "Resamples of the bootstrap behind the intervals."})
     footprint: bool = field(
-        default=True, metadata={"help": "Measure time and peak memory of each column, in fresh processes."}
+        default=True, metadata={"help": "Measure time and peak memory of each model, in fresh processes."}
     )
     fidelity_documents: int = field(
         default=0, metadata={"help": "Measure how near each layer stays to softmax, on this many documents; 0: none."}
@@ -117,8 +117,7 @@ def compare(
     Raises:
         ValueError: an argument does not fit; the message names it.
     """
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} is not one of {', '.join(map(repr, TASKS))}.")
+    check_choice("compare", "task", task, TASKS)
     # on a machine without accelerators several processes are found only if they are told to use the CPU
     PartialState(cpu=not torch.accelerator.is_available())
     base, output = str(base), Path(output_dir)

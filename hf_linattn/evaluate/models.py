@@ -71,7 +71,7 @@ def compared_models(
     for name, given in converted.items():
         sources = (given,) if isinstance(given, (str, AttentionConfig)) else tuple(given)
         if not name or name in (compared.name for compared in models):
-            raise ValueError(f"converted={name!r} is not a new, non-empty name of a column.")
+            raise ValueError(f"converted={name!r} is not a new, non-empty name of a model.")
         compared = ComparedModel(name, "converted", sources)
         models.append(compared)
         settings = [_attention_settings(source, base)[0] for source in sources]

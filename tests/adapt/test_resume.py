@@ -19,7 +19,7 @@ from hf_linattn.adapt.metrics_log import MetricsFile
 from hf_linattn.data.documents import DataConfig
 
 from ..helpers import converted_model, inputs_for, outputs_of, tiny_model
-from .runs import LEARNED, SETTINGS, Killed, losses, same_weights
+from .runs import LEARNED, SETTINGS, Killed, killed_when, losses, same_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +83,22 @@ def test_stopped_at_any_checkpoint(
     adapt(folder, output, AdaptConfig(**SETTINGS), data=data)
     assert losses(output) == losses(unbroken)
     assert same_weights(output, unbroken)
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_the_record_of_a_killed_run_is_that_of_one_left_alone(
+    step: int, folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path
+) -> None:
+    """Also where the best evaluation is the last one, of which no weights are kept beside the checkpoint."""
+    with killed_when(lambda target, state: target.name == "checkpoint" and state["progress"].get("step") == step):
+        adapt(folder, tmp_path / "out", AdaptConfig(**SETTINGS), data=data)
+    adapt(folder, tmp_path / "out", AdaptConfig(**SETTINGS), data=data)
+    records = [json.loads((output / "config.json").read_text()) for output in (tmp_path / "out", unbroken)]
+    stages = [record["linattn_training"]["stages"] for record in records]
+    for stage in (*stages[0], *stages[1]):
+        del stage["seconds"]
+    assert stages[0] == stages[1]
+    assert stages[1][0]["chosen_step"] == 6
 
 
 def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ class Task:
         """What the metrics read: one entry per document.
 
         Args:
-            runner: the column to be measured.
-            reference: the column of extended softmax.
+            runner: the model to be measured.
+            reference: extended softmax.
             length: tokens to which documents are cut.
         """
         raise NotImplementedError

@@ -57,7 +57,7 @@ class LanguageModeling(TokenLoss):
     """Perplexity of a causal LM, over whole documents and by position.
 
     Softmax truncated reads a document in overlapping windows of its own length, and the others all of it at once;
-    every column predicts the same tokens.
+    every model predicts the same tokens.
     """
 
     name = "language-modeling"

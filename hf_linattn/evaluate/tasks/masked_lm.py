@@ -29,7 +29,7 @@ class MaskedLMOptions(TokenLossOptions):
 
 
 class MaskedLanguageModeling(TokenLoss):
-    """Loss and accuracy of a masked LM on the same hidden tokens in all columns.
+    """Loss and accuracy of a masked LM on the same hidden tokens for all models.
 
     Each chosen token is replaced by the mask token. Softmax truncated reads a document in chunks of its own length.
     """
