@@ -106,8 +106,10 @@ class LinAttnPreTrainedModel(PreTrainedModel):
                     module.near, module.far = its_own.near, its_own.far
 
     @contextmanager
-    def branches(self, *, near: bool = True, far: bool = True, exact: bool = True) -> Iterator[None]:
-        """While this lasts, parts of attention are switched off or on.
+    def branches(
+        self, *, near: bool | None = None, far: bool | None = None, exact: bool | None = None
+    ) -> Iterator[None]:
+        """While this lasts, parts of attention are switched off or on. None leaves a part as it is.
 
         Args:
             near, far: the exact part and the method's own part, as by `set_branches`.
@@ -119,9 +121,12 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         before = self.config.attention
         modules = [module for _, module in self.linear_attentions()]
         exact_before = [module.exact for module in modules]
-        self.set_branches(near=near, far=far)
-        for module in modules:
-            module.exact = exact
+        self.set_branches(
+            near=before.near if near is None else near,
+            far=before.far if far is None else far,
+        )
+        for module, value in zip(modules, exact_before, strict=True):
+            module.exact = value if exact is None else exact
         try:
             yield
         finally:

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from hf_linattn.modeling.causal_linformer import CausalLinformerAttention
+from hf_linattn.modeling.causal_performer import CausalPerformerAttention
+from hf_linattn.modeling.linformer import LinformerAttention
+from hf_linattn.modeling.performer import PerformerAttention
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
 
 from hf_linattn import AttentionConfig
 from hf_linattn.modeling.attention_interface import ATTENTION_NAME, linattn_attention_forward, linattn_mask
-from hf_linattn.modeling.causal_linformer import CausalLinformerAttention
-from hf_linattn.modeling.causal_performer import CausalPerformerAttention
-from hf_linattn.modeling.linformer import LinformerAttention
-from hf_linattn.modeling.performer import PerformerAttention
 
 from ..helpers import CAUSAL_FEW, METHODS, config_id, qkv, softmax_attention
 

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-
-from hf_linattn.modeling import causal_linformer
 from hf_linattn.modeling.causal_linformer import (
     CausalLinformerState,
     CausalProjection,
@@ -15,6 +13,8 @@ from hf_linattn.modeling.causal_linformer import (
     causal_linformer_state,
     near_length,
 )
+
+from hf_linattn.modeling import causal_linformer
 from hf_linattn.modeling.projections import PROJECTIONS, SHARING
 
 HEADS, DIM, LENGTH = 2, 8, 100

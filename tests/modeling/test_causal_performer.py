@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-
 from hf_linattn.modeling.causal_performer import (
     CausalPerformerState,
     causal_performer_attention,
@@ -12,6 +11,7 @@ from hf_linattn.modeling.causal_performer import (
     causal_performer_prefill,
     causal_performer_state,
 )
+
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS, FeatureMap
 
 HEADS, DIM, LENGTH = 2, 8, 150

@@ -5,10 +5,10 @@ The kernels run on a CUDA device only (tests/test_gpu.py). Here their formula st
 
 import pytest
 import torch
+from hf_linattn.modeling.causal_performer import causal_performer_attention, causal_performer_prefill
 from torch import Tensor
 
 from hf_linattn.modeling import causal_performer, kernels
-from hf_linattn.modeling.causal_performer import causal_performer_attention, causal_performer_prefill
 
 from .test_causal_performer import LENGTH, in_chunks, make_inputs, make_map
 

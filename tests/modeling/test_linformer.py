@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from hf_linattn.modeling.linformer import LinformerAttention, linformer_attention, linformer_attention_reference
 from torch import Tensor
 
 from hf_linattn import LinformerConfig
 from hf_linattn.modeling.blocks import near_mask
-from hf_linattn.modeling.linformer import LinformerAttention, linformer_attention, linformer_attention_reference
 from hf_linattn.modeling.projections import PROJECTIONS, SHARING, Projection
 
 from ..helpers import assert_values_and_gradients_agree, qkv, softmax_attention

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hf_linattn.modeling.near_part import _can_fuse
 from torch import Tensor
 
 from hf_linattn.modeling import near_part, performer
 from hf_linattn.modeling.feature_maps import FeatureMap
-from hf_linattn.modeling.near_part import _can_fuse
 
 from ..helpers import qkv
 

@@ -4,17 +4,17 @@ import itertools
 
 import pytest
 import torch
+from hf_linattn.modeling.performer import (
+    PerformerAttention,
+    performer_attention,
+    performer_attention_reference,
+)
 from torch import Tensor
 
 from hf_linattn import PerformerConfig
 from hf_linattn.modeling.blocks import near_mask
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS, FeatureMap, Features
 from hf_linattn.modeling.feature_sums import SIGNED_MASS_FLOOR
-from hf_linattn.modeling.performer import (
-    PerformerAttention,
-    performer_attention,
-    performer_attention_reference,
-)
 
 from ..helpers import assert_values_and_gradients_agree, qkv, softmax_attention
 

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..modeling.architectures import FAMILIES
-from ..modeling.modeling_linattn import LinAttnPreTrainedModel
-from .losses import divergence, mean_cosine, pooled, real_tokens, relative_error
-from .stages import Batch, Stage, StageOutput, in_precision_of, inputs_of
+from ...modeling.architectures import FAMILIES
+from ...modeling.modeling_linattn import LinAttnPreTrainedModel
+from ..losses import divergence, mean_cosine, pooled, real_tokens, relative_error
+from .base import Batch, Stage, StageOutput, in_precision_of, inputs_of
 
 
 class Distil(Stage):
@@ -39,10 +39,10 @@ class Distil(Stage):
     def forward(self, batch: Batch) -> StageOutput:
         options = {"output_hidden_states": True} | ({"use_cache": False} if self.causal else {})
         with torch.no_grad(), in_precision_of(self.student):
-            wanted = self.teacher(**inputs_of(batch), **options)
-        found = self.model(**inputs_of(batch), **options)
+            target = self.teacher(**inputs_of(batch), **options)
+        prediction = self.model(**inputs_of(batch), **options)
         # without the embeddings, which are the same until they are trained
-        ours, theirs = found.hidden_states[1:], wanted.hidden_states[1:]
+        ours, theirs = prediction.hidden_states[1:], target.hidden_states[1:]
         real = real_tokens(batch.get("attention_mask"), theirs[0].float())
         errors = torch.stack([relative_error(x, y, real) for x, y in zip(ours, theirs, strict=True)])
         loss = self.hidden_weight * errors.mean(0)
@@ -53,7 +53,7 @@ class Distil(Stage):
             }
             metrics["hidden_error"] = errors.mean(0).sum()
         if self.next_token:
-            kl = divergence(found.logits, wanted.logits, real, self.temperature)
+            kl = divergence(prediction.logits, target.logits, real, self.temperature)
             loss, metrics["kl"] = loss + self.logits_weight * kl, kl.detach().sum()
         else:
             cosine = F.cosine_similarity(

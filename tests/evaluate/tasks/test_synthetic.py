@@ -27,7 +27,7 @@ from hf_linattn.evaluate.tasks.synthetic import (
 )
 from hf_linattn.evaluate.tasks.vocabulary import Vocabulary
 
-from ..helpers import converted_model, prompts, tiny_model
+from ...helpers import converted_model, prompts, tiny_model
 
 SYMBOLS = Vocabulary.from_words([str(number) for number in range(64)])
 BYTES = Vocabulary.from_bytes()

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from ...modeling.modeling_linattn import LinAttnPreTrainedModel
+from .base import Batch, Stage, StageOutput, inputs_of
 from .distillation import Distil
-from .stages import Batch, Stage, StageOutput, inputs_of
 
 #: task -> auto class of the head
 HEADS = {
@@ -22,7 +22,7 @@ _IGNORED = -100
 
 
 class Task(Stage):
-    """Loss: cross-entropy, averaged over rows or over labelled tokens, + `distillation` * the loss of `Distil`."""
+    """Loss: cross-entropy, averaged over rows or over labeled tokens, + `distillation` * the loss of `Distil`."""
 
     name = "task"
 
@@ -59,9 +59,9 @@ class Task(Stage):
         with torch.no_grad():
             # the labels of each row: (rows, 1) of classes, (rows, length) of tokens
             right = (logits.argmax(-1) == labels).reshape(len(labels), -1)
-            labelled = (labels != _IGNORED).reshape(len(labels), -1)
-            # of each row its share, so that parts of a batch add up
-            shares = (right & labelled).sum(-1) / labelled.sum(-1).clamp_min(1)
+            labeled = (labels != _IGNORED).reshape(len(labels), -1)
+            # each row's share, so that micro-batches add up
+            shares = (right & labeled).sum(-1) / labeled.sum(-1).clamp_min(1)
         metrics = {"accuracy": shares.sum()}
         if (distil := self._distil[0]) is None:
             return StageOutput(loss, metrics)
@@ -72,7 +72,7 @@ class Task(Stage):
 def add_labels(
     rows: list[dict[str, Any]], task: str, tokenizer: Any, probability: float, chance: random.Random
 ) -> list[dict[str, Any]]:
-    """Rows of token ids with the labels of a language modelling task.
+    """Rows of token ids with the labels of a language modeling task.
 
     Of the tokens to guess, 80 % become the mask token, 10 % a random one, and 10 % stay (Devlin et al.
     2019, arXiv:1810.04805, section 3.1).

@@ -1,4 +1,4 @@
-"""What the three stages have in common: a module whose forward pass is the loss of a batch."""
+"""A stage: a module whose forward pass is the loss of a batch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from ...modeling.modeling_linattn import LinAttnPreTrainedModel
 
 #: input_ids and attention_mask (batch, length), and in the task stage labels
 Batch = dict[str, Tensor]
 
 
 class StageOutput(NamedTuple):
-    """Sums over the rows of a batch, so that parts of a batch add up to the whole, however it is parted.
+    """Sums over the rows of a batch, so that micro-batches add up to the batch.
 
     loss: scalar; divided by the batch's weight it is the loss.
     metrics: scalars; divided by the number of rows they are means.
@@ -33,8 +33,6 @@ class Stage(nn.Module):
     """
 
     name: str
-    #: parameter groups (see groups.py) that the stage trains, if their learning rate is above 0
-    trains: tuple[str, ...] = ("features", "projections", "query_key", "rest")
 
     def __init__(self, model: nn.Module, student: LinAttnPreTrainedModel, teacher: LinAttnPreTrainedModel | None):
         super().__init__()
@@ -54,7 +52,7 @@ class Stage(nn.Module):
         return teacher
 
     def weight(self, rows: Sequence[dict[str, Any]]) -> int:
-        """What the loss of a batch is divided by: the number of its rows, or of its labelled tokens."""
+        """What the loss of a batch is divided by: the number of its rows, or of its labeled tokens."""
         return len(rows)
 
     def forward(self, batch: Batch) -> StageOutput:
@@ -75,14 +73,14 @@ def in_precision_of(student: nn.Module) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def branches(model: LinAttnPreTrainedModel, *, near: bool) -> Iterator[None]:
-    """The exact part switched off for a while, unless nothing would be left or it is off already."""
+def without_near(model: LinAttnPreTrainedModel) -> Iterator[None]:
+    """While this lasts, no layer uses its exact part; a layer that has no far part keeps it."""
     modules = [module for _, module in model.linear_attentions()]
-    before = [(module.config.near, module.config) for module in modules]
+    before = [module.near for module in modules]
     try:
         for module in modules:
-            module.config.near = module.config.near and (near or not module.config.far)
+            module.near = module.near and not module.far
         yield
     finally:
-        for value, config in before:
-            config.near = value
+        for module, near in zip(modules, before, strict=True):
+            module.near = near
