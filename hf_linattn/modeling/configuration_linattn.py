@@ -170,13 +170,13 @@ class LinformerConfig(AttentionConfig):
     landmarks: str = field(
         default="keys",
         metadata={
-            "help": "What keys are clustered around, with projection='cluster': keys (equally spaced ones of the "
-            "document) or prototypes (parameters, which calibration starts by k-means). Decoders have prototypes.",
+            "help": "What keys are clustered around, with projection='cluster': keys of the document, or prototypes "
+            "(parameters, which calibration starts by k-means). Decoders have prototypes.",
             "choices": LANDMARKS,
         },
     )
     rounds: int = field(
-        default=1,
+        default=0,
         metadata={"help": "Rounds of Lloyd's algorithm that move the landmarks, with projection='cluster' and keys."},
     )
     sharing: str = field(

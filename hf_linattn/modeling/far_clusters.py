@@ -1,21 +1,25 @@
 """Linformer's far part by content: slot s holds the mean key, the mean value and the log count of a cluster of keys.
 
-    a(j) = argmin_s |k_j - c_s|^2 = argmax_s (k_j.c_s - |c_s|^2 / 2),  members of slot s: the far keys with a(j) = s
+    a(j) = argmin_s (k_j - c_s)^T M (k_j - c_s) = argmax_s (k_j^T M c_s - c_s^T M c_s / 2)
+    members of slot s: the far keys with a(j) = s
 
 Keys of a pretrained model are clustered, where Transformer-VQ (Lingle 2024, arXiv:2309.16354) quantizes keys in
 training; clustered attention (Vyas et al. 2020, arXiv:2007.04825) clusters queries, and MuSe (arXiv:2509.10406) both.
 A far key that is repeated is summarized without error. Gradients go through the means; assignments have none. Of equal
 scores the first counts.
 
-Landmarks c_s of an encoder are real keys at equally spaced ranks of the row, moved to the mean of their members
-`rounds` times (Lloyd's algorithm), or `prototypes`, which are parameters. A decoder has prototypes: its state is the
-count and the sums of keys and values of each. Prototypes start as random vectors; calibration makes them the centers
-of k-means over keys of the model.
+In an encoder M = E[q q^T] over the row's queries: keys are near each other where the logits of the row's queries are.
+Half of the landmarks c_s are the keys at equally spaced ranks of the row, the other half the keys that are farthest
+from these. They are moved to the mean of their members `rounds` times (Lloyd's algorithm). Or they are `prototypes`,
+which are parameters, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of
+each.
+Prototypes start as random vectors; calibration makes them the centers of k-means over keys of the model.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -62,50 +66,93 @@ class ClusterFarPart(_ClusterFarPart):
         prototypes = config.landmarks == "prototypes"
         super().__init__(config, num_heads=num_heads, head_dim=head_dim, seed=seed, prototypes=prototypes)
 
-    def summarize(self, key: Tensor, value: Tensor, rows: Rows) -> Slots:
-        slot = self.assign(key, rows)
+    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+        slot = self.assign(query, key, rows)
         # tokens before heads, as models hold them in memory
         sums = _sums(slot.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.num_slots)
         mean_key, mean_value, count = _means(sums, key.shape[-1])
         # (batch, 1, heads, slots, ...): all tokens are one block
         return Slots(mean_key.squeeze(1).to(key.dtype), mean_value.squeeze(1).to(value.dtype), count.squeeze(1).log())
 
-    def summarize_by_block(self, key: Tensor, value: Tensor, rows: Rows, window: int) -> "_BlockClusters":
-        slot = self.assign(key.transpose(1, 2), rows).transpose(1, 2)
+    def summarize_by_block(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int
+    ) -> "_BlockClusters":
+        slot = self.assign(query.transpose(1, 2), key.transpose(1, 2), rows).transpose(1, 2)
         return _BlockClusters(slot, key, value, self.num_slots, window)
 
     @torch.no_grad()
-    def assign(self, key: Tensor, rows: Rows) -> Tensor:
+    def assign(self, query: Tensor, key: Tensor, rows: Rows) -> Tensor:
         """The slot of each key (batch, heads, length, dim): (batch, heads, length) long; `num_slots` for no slot."""
-        key = key.detach()
-        valid = rows.far_tokens[:, None]
+        query, key = query.detach(), key.detach()
+        no_slot = ~rows.far_tokens[:, None]
         if self.prototypes is not None:
-            return nearest(key, self.prototypes.centers.detach().to(key.dtype)).masked_fill(~valid, self.num_slots)
-        landmarks = at(key, _landmark_positions(rows, self.num_slots).expand(key.shape[0], -1))
-        slot = nearest(key, landmarks).masked_fill(~valid, self.num_slots)
+            return nearest(key, self.prototypes.centers.detach().to(key.dtype))[0].masked_fill(no_slot, self.num_slots)
+        metric = _second_moment(query, rows)
+        landmarks = self._landmarks(key, metric, rows)
+        slot = nearest(key, landmarks, metric)[0].masked_fill(no_slot, self.num_slots)
         for _ in range(self.rounds):
             sums = _sums(slot.transpose(1, 2), key.transpose(1, 2), None, self.num_slots)
             mean, _, count = _means(sums, key.shape[-1])
             # a landmark without members stays where it is
             landmarks = torch.where(count.squeeze(1)[..., None] > 0, mean.squeeze(1), landmarks.float()).to(key.dtype)
-            slot = nearest(key, landmarks).masked_fill(~valid, self.num_slots)
+            slot = nearest(key, landmarks, metric)[0].masked_fill(no_slot, self.num_slots)
         return slot
 
+    def _landmarks(self, key: Tensor, metric: Tensor, rows: Rows) -> Tensor:
+        """Keys at equally spaced ranks, and those that are farthest from them: (batch, heads, slots, dim)."""
+        farthest = self.num_slots // 2
+        spaced = at(key, _spaced_positions(rows, self.num_slots - farthest).expand(key.shape[0], -1))
+        if not farthest:
+            return spaced
+        score = nearest(key, spaced, metric)[1]
+        chunks = key.split(chunk_size(key.device), dim=2)
+        square = torch.cat([((x @ metric.to(x.dtype)) * x).float().sum(-1) for x in chunks], dim=2)
+        # (k - c)^T M (k - c) of the nearest c, (batch, heads, length)
+        distance = (square - 2 * score).masked_fill(~rows.far_tokens[:, None], float("-inf"))
+        distance = F.pad(distance, (0, max(farthest - key.shape[2], 0)), value=float("-inf"))
+        best = distance.topk(farthest, dim=-1)
+        # where a row has fewer tokens, its first one again
+        index = best.indices.masked_fill(best.values == float("-inf"), min(rows.first, rows.length - 1))
+        return torch.cat((spaced, key.take_along_dim(index.unsqueeze(-1), dim=2)), dim=2)
 
-def _landmark_positions(rows: Rows, slots: int) -> Tensor:
-    """Positions of the far tokens at `slots` equally spaced ranks, (batch or 1, slots)."""
+
+def _spaced_positions(rows: Rows, count: int) -> Tensor:
+    """Positions of the far tokens at `count` equally spaced ranks, (batch or 1, count)."""
     total = (rows.valid_lengths[:, None] - rows.first).clamp_min(1)
-    return rows.first + torch.arange(slots, device=rows.device) * total // slots
+    return rows.first + torch.arange(count, device=rows.device) * total // count
 
 
-def nearest(key: Tensor, landmarks: Tensor) -> Tensor:
-    """The nearest of landmarks (batch or 1, heads, slots, dim) to each key (batch, heads, length, dim), by index."""
+def _second_moment(query: Tensor, rows: Rows) -> Tensor:
+    """E[q q^T] over the valid queries (batch, heads, length, dim) of each row: (batch, heads, dim, dim), float32."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    size = chunk_size(query.device)
+    moment = query.new_zeros(*query.shape[:2], query.shape[-1], query.shape[-1], dtype=dtype)
+    position = torch.arange(rows.length, device=rows.device)
+    valid = (position < rows.valid_lengths[:, None])[:, None, :, None]
+    for begin in range(0, rows.length, size):
+        # products of one shape, so that not one bit depends on how much padding the batch gives a row
+        chunk = between(query.to(dtype) * valid, begin, begin + size, dim=2)
+        moment = moment + chunk.transpose(-1, -2) @ chunk
+    return moment / rows.valid_lengths.clamp_min(1)[:, None, None, None]
+
+
+def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The nearest of landmarks (batch or 1, heads, slots, dim) to each key (batch, heads, length, dim).
+
+    Args:
+        metric: M, (batch, heads, dim, dim); None for the identity.
+
+    Returns:
+        Index of the landmark c, and k^T M c - c^T M c / 2, (batch, heads, length) each.
+    """
     landmarks = landmarks if landmarks.ndim == 4 else landmarks.unsqueeze(0)
-    half_square = landmarks.float().square().sum(-1).unsqueeze(-2) / 2
-    transposed = landmarks.transpose(-1, -2)
+    # M c: (batch, heads, slots, dim)
+    weights = landmarks if metric is None else landmarks @ metric.to(landmarks.dtype)
+    half_square = (landmarks * weights).float().sum(-1).unsqueeze(-2) / 2
+    transposed = weights.transpose(-1, -2)
     # scores of a chunk stay in the processor's cache
-    chunks = key.split(chunk_size(key.device), dim=2)
-    return torch.cat([((x @ transposed).float() - half_square).argmax(-1) for x in chunks], dim=2)
+    best = [((x @ transposed).float() - half_square).max(-1) for x in key.split(chunk_size(key.device), dim=2)]
+    return torch.cat([x.indices for x in best], dim=2), torch.cat([x.values for x in best], dim=2)
 
 
 def _sums(slot: Tensor, key: Tensor, value: Tensor | None, slots: int, block: int | None = None) -> Tensor:
@@ -203,7 +250,7 @@ class CausalClusterFarPart(_ClusterFarPart):
     def _by_block(self, key: Tensor, value: Tensor, valid: Tensor | None, block: int) -> Tensor:
         """Sums of each block of tokens, (batch, blocks, heads, slots, dims)."""
         assert self.prototypes is not None
-        slot = nearest(key.detach(), self.prototypes.centers.detach().to(key.dtype))
+        slot = nearest(key.detach(), self.prototypes.centers.detach().to(key.dtype))[0]
         if valid is not None:
             slot = slot.masked_fill(~valid[:, None], self.num_slots)
         return _sums(slot.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.num_slots, block)

@@ -141,21 +141,32 @@ def cluster_attention(
         is_near = _near_mask(length, lengths, min(window_size, length), global_tokens, device)
         is_far = (position < valid_lengths[:, None])[:, None] & ~is_near
     # the cluster of each key, (batch, heads, length, slots)
-    rounds = 0
+    clustered = ((position >= global_tokens) & (position < valid_lengths[:, None]))[:, None, :, None]
     if far_part.prototypes is not None:
         centers = far_part.prototypes.centers.to(key.dtype).expand(len(key), -1, -1, -1)
+        metric = torch.eye(key.shape[-1], dtype=key.dtype, device=device).expand(*key.shape[:2], -1, -1)
+        one_hot = _nearest(key, centers, metric)[0] * clustered
     else:
-        rounds = far_part.rounds
+        valid_query = query * (position < valid_lengths[:, None])[:, None, :, None]
+        metric = valid_query.transpose(-1, -2) @ valid_query / valid_lengths.clamp_min(1)[:, None, None, None]
         total = (valid_lengths - global_tokens).clamp_min(1)[:, None].expand(len(key), 1)
-        landmark = (global_tokens + torch.arange(slots, device=device) * total // slots).clamp_max(length - 1)
+        spaced = slots - slots // 2
+        landmark = (global_tokens + torch.arange(spaced, device=device) * total // spaced).clamp_max(length - 1)
         centers = torch.stack([row[:, its_own] for row, its_own in zip(key, landmark, strict=True)])
-    clustered = ((position >= global_tokens) & (position < valid_lengths[:, None]))[:, None, :, None]
-    one_hot = _nearest(key, centers) * clustered
-    for _ in range(rounds):
-        members = one_hot.sum(2)[..., None]
-        means = one_hot.transpose(-1, -2) @ key / members.clamp_min(1)
-        centers = torch.where(members > 0, means, centers)
-        one_hot = _nearest(key, centers) * clustered
+        distance = _nearest(key, centers, metric)[1].masked_fill(~clustered[..., 0], float("-inf"))
+        order = distance.sort(-1, descending=True)
+        # where a row has fewer tokens, its first one again
+        farthest = order.indices.masked_fill(order.values == float("-inf"), min(global_tokens, length - 1))
+        farthest = farthest[..., : slots // 2]
+        centers = torch.cat((centers, key.take_along_dim(farthest.unsqueeze(-1), dim=2)), dim=2)
+        # as many landmarks as slots, in short rows the first one several times
+        centers = torch.cat((centers, centers[:, :, :1].expand(-1, -1, slots - centers.shape[2], -1)), dim=2)
+        one_hot = _nearest(key, centers, metric)[0] * clustered
+        for _ in range(far_part.rounds):
+            members = one_hot.sum(2)[..., None]
+            means = one_hot.transpose(-1, -2) @ key / members.clamp_min(1)
+            centers = torch.where(members > 0, means, centers)
+            one_hot = _nearest(key, centers, metric)[0] * clustered
     # (batch, heads, query, slot, key): 1 for each member of the slot that is far from the query
     members = one_hot.transpose(-1, -2)[:, :, None] * is_far[:, None, :, None]
     count = members.sum(-1)
@@ -172,10 +183,11 @@ def cluster_attention(
     return after_end(out, lengths) if causal else out
 
 
-def _nearest(key: Tensor, centers: Tensor) -> Tensor:
-    """The nearest center of each key as a one-hot row: (batch, heads, length, slots)."""
-    distance = (key[..., None, :] - centers[..., None, :, :]).square().sum(-1)
-    return F.one_hot(distance.argmin(-1), centers.shape[2]).to(key.dtype)
+def _nearest(key: Tensor, centers: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest center of each key as a one-hot row, (batch, heads, length, slots), and its squared distance."""
+    difference = key[..., None, :] - centers[..., None, :, :]
+    distance = ((difference @ metric[:, :, None]) * difference).sum(-1)
+    return F.one_hot(distance.argmin(-1), centers.shape[2]).to(key.dtype), distance.amin(-1)
 
 
 def performer_attention(
