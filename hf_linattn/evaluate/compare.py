@@ -18,7 +18,7 @@ from ..conversion.convert import POSITION_EXTENSIONS
 from ..data.documents import DataConfig
 from ..modeling.validation import check_bool, check_choice, check_integer
 from ..utils.files import write_text
-from ..utils.reports import machine
+from ..utils.machine import machine
 from .fidelity import fidelity
 from .footprint import footprint
 from .intervals import Interval, bootstrap_difference, bootstrap_interval

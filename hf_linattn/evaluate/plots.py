@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ..utils.reports import save_figure
+from ..utils.figures import save_figure
 
 _STYLES = {"truncated": {"color": "0.6", "linestyle": "--"}, "extended": {"color": "0.2", "linestyle": "-"}}
 _BRANCH_STYLES = {"both": "-", "near": ":", "far": "-."}

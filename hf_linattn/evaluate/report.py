@@ -10,7 +10,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..utils.files import write_text
-from ..utils.reports import attention_text, checkpoint_name, interval_text, machine_text, table
+from ..utils.labels import attention_text, checkpoint_name
+from ..utils.machine import machine_text
+from ..utils.markdown import interval_text, table
 from .models import EXTENDED, TRUNCATED
 from .plots import draw_plots, has_matplotlib, slug
 

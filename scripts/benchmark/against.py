@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hf_linattn.utils.reports import table
+from hf_linattn.utils.markdown import table
 from measure import MIB
 from measure_row import ROOT, measure_in_new_process
 from rows import Row

@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 import against
 from common import write_json, write_report
-from hf_linattn.utils.reports import machine
+from hf_linattn.utils.machine import machine
 from measure import limit_memory, seconds
 from measure_row import ROOT, add_machine_options, measure_in_new_process
 from rows import CAUSAL_SOFTMAX, LIMIT, ROWS, SOFTMAX, Row, Shape, row_named

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from hf_linattn.utils.reports import table
+from hf_linattn.utils.markdown import table
 from measure import MIB
 from rows import BY_NAME, CAUSAL_SOFTMAX, LIMIT, SOFTMAX, row_named
 from subjects import BY_KEY

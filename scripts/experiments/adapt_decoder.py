@@ -37,8 +37,9 @@ from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
+from hf_linattn.utils.figures import error_bars
 from hf_linattn.utils.files import write_text
-from hf_linattn.utils.reports import error_bars, interval_text
+from hf_linattn.utils.markdown import interval_text
 from smollm2 import CACHE, smollm2_folder
 
 MAX_LENGTH, PASSAGE = 1024, 240

@@ -32,8 +32,10 @@ from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, conver
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import bootstrap_interval
+from hf_linattn.utils.figures import error_bars
 from hf_linattn.utils.files import write_text
-from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, table
+from hf_linattn.utils.machine import machine, machine_text
+from hf_linattn.utils.markdown import interval_text, table
 
 #: Longest document of the models that come out, and length of what they are trained and measured on.
 MAX_LENGTH, LENGTH = 4096, 512

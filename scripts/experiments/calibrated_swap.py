@@ -21,7 +21,8 @@ from transformers.utils import logging
 from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, token_ids, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.utils.reports import interval_text, machine, machine_text, table
+from hf_linattn.utils.machine import machine, machine_text
+from hf_linattn.utils.markdown import interval_text, table
 
 JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
 SETTINGS: dict[str, AttentionConfig] = {

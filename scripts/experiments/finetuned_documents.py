@@ -45,8 +45,10 @@ from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interv
 from hf_linattn.evaluate.metrics import metric_function
 from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, load_tokenizer
 from hf_linattn.evaluate.plots import slug
+from hf_linattn.utils.figures import error_bars
 from hf_linattn.utils.files import write_text
-from hf_linattn.utils.reports import error_bars, interval_text, machine, machine_text, table
+from hf_linattn.utils.machine import machine, machine_text
+from hf_linattn.utils.markdown import interval_text, table
 
 #: Parts of the documents, of which each run is tested on one.
 FOLDS = 5

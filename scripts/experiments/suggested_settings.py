@@ -25,7 +25,8 @@ from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.analyze.suggest import described
 from hf_linattn.conversion.convert import extend_positions
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
-from hf_linattn.utils.reports import interval_text, machine, machine_text, table
+from hf_linattn.utils.machine import machine, machine_text
+from hf_linattn.utils.markdown import interval_text, table
 
 
 def plot(rows: list[dict[str, Any]], unit: str) -> Figure:

@@ -12,7 +12,7 @@ from hf_linattn.conversion.summary import linear_flops, softmax_flops, summarize
 from hf_linattn.evaluate.models import compared_models
 from hf_linattn.modeling.configuration_linattn import AttentionConfig
 from hf_linattn.publish.card import model_card
-from hf_linattn.utils.reports import attention_text
+from hf_linattn.utils.labels import attention_text
 
 from ..helpers import tiny_model, tokens
 
