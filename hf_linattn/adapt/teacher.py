@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from ..conversion.convert import POSITION_EXTENSIONS, convert
 from ..conversion.softmax import SoftmaxAttention
 from ..modeling.architectures import FAMILIES, Family
-from ..modeling.configuration_linattn import LinformerConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
 
 
@@ -41,7 +40,9 @@ def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel,
     options["max_length"] = model.config.linattn["max_length"]
     # of the conversion, only the longer table of positions stays
     teachers = [
-        convert(base, LinformerConfig(projection_length=1), position_extension=extension, **options)
+        convert(
+            base, LinformerConfig(projection="learned", projection_length=1), position_extension=extension, **options
+        )
         for extension in (POSITION_EXTENSIONS if family.position_table else POSITION_EXTENSIONS[:1])
     ]
     teacher = teachers[0]

@@ -241,7 +241,9 @@ class SwappedModel:
                     f"candidates[{name!r}].layers={settings.layers} must not be set: every layer is tried."
                 )
             self.settings[name] = dataclasses.replace(settings, seed=config.seed, max_length=None)
-            self.converted[name] = converted = converted_config(base.config, self.settings[name], config.max_length)
+            # short rows too by linear attention: that is what is tried
+            linear = dataclasses.replace(self.settings[name], exact_length=0)
+            self.converted[name] = converted = converted_config(base.config, linear, config.max_length)
 
             def make(layer: int, converted: Any = converted) -> LinearAttention:
                 return linear_attention(converted.attention, converted, layer).to(base.device, base.dtype)

@@ -8,7 +8,15 @@ from ..modeling.configuration_linattn import AttentionConfig, LinformerConfig, P
 
 
 def _window(size: int, **settings: Any) -> LinformerConfig:
-    return LinformerConfig(window_size=size, global_tokens=1, **settings)
+    return LinformerConfig(projection="learned", window_size=size, global_tokens=1, **settings)
+
+
+def _linformer(length: int) -> LinformerConfig:
+    return LinformerConfig(projection="learned", projection_length=length, global_tokens=1)
+
+
+def _clusters(length: int, **settings: Any) -> LinformerConfig:
+    return LinformerConfig(projection="cluster", projection_length=length, global_tokens=1, **settings)
 
 
 #: Settings that are tried in every layer of an encoder unless others are given. A window goes with the first token.
@@ -16,7 +24,9 @@ CANDIDATES: dict[str, AttentionConfig] = {
     **{f"window {size}": _window(size, projection_length=1, far=False) for size in (8, 16, 24, 32, 48, 64, 96)},
     **{f"window {size} + k=32": _window(size, projection_length=32) for size in (16, 32, 48, 64, 96)},
     **{f"window {size} + k=64": _window(size, projection_length=64) for size in (32, 64, 128)},
-    **{f"Linformer k={k}": LinformerConfig(projection_length=k, global_tokens=1) for k in (32, 64, 128, 256)},
+    **{f"Linformer k={k}": _linformer(k) for k in (32, 64, 128, 256)},
+    **{f"window 64 + {k} clusters": _clusters(k, window_size=64) for k in (32, 64, 128)},
+    **{f"{k} clusters": _clusters(k) for k in (64, 128, 256)},
     "window 64 + m=64": PerformerConfig(num_features=64, feature_map="learned", window_size=64, global_tokens=1),
     "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
 }
@@ -31,7 +41,7 @@ def _causal_window(size: int, **settings: Any) -> PerformerConfig:
 DECODER_CANDIDATES: dict[str, AttentionConfig] = {
     **{f"window {size}": _causal_window(size, num_features=1, far=False) for size in (16, 32, 64, 128)},
     **{f"window {size} + k=64": _window(size, projection_length=64) for size in (32, 64, 128)},
-    **{f"Linformer k={k}": LinformerConfig(projection_length=k, global_tokens=1) for k in (64, 128, 256)},
+    **{f"Linformer k={k}": _linformer(k) for k in (64, 128, 256)},
     "window 64 + m=64": _causal_window(64, num_features=64),
     "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
 }

@@ -19,13 +19,17 @@ model, and forgotten before the next one runs, so that memory holds one layer at
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from accelerate.utils import tqdm
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
+from ..data.documents import TOPICS, DataConfig, load_documents
+from ..data.tokenizers import tokenizer_of
 from ..modeling.architectures import FAMILIES
 from ..modeling.feature_maps import FeatureMap
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, self_attentions
@@ -33,6 +37,12 @@ from .clustering import cluster_centers
 from .moments import match_moments
 from .softmax import AttentionCall, watch_attention
 
+logger = logging.get_logger(__name__)
+
+#: How many of Python's help texts are taken where no texts are given.
+DEFAULT_TEXTS = 32
+#: A decoder is calibrated on at most about as many tokens.
+MAX_TOKENS = 8192
 #: Steps of training, and sequences in each.
 STEPS, BATCH_SIZE = 60, 2
 _WARMUP = 5
@@ -85,6 +95,44 @@ def calibrate(model: LinAttnPreTrainedModel, base: PreTrainedModel, documents: S
         bar.close()
 
 
+def tokenized(
+    texts: Sequence[str], tokenizer: Any, length: int | None, longest: int, model_type: str
+) -> list[list[int]]:
+    """Token ids of calibration texts, at most `length` each.
+
+    A decoder's texts are joined and cut into sequences of this length: its keys depend on their positions, and short
+    texts have none of the later ones.
+    """
+    causal = FAMILIES[model_type].causal
+    length = min(length or (1024 if causal else 512), longest)
+    if not texts:
+        return []
+    if not causal:
+        return tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+    ids = list(chain.from_iterable(tokenizer(text, truncation=False)["input_ids"] for text in texts))
+    ids = ids[: MAX_TOKENS + MAX_TOKENS % length]
+    return [ids[begin : begin + length] for begin in range(0, len(ids), length)]
+
+
+def default_texts(model: LinAttnPreTrainedModel, base: PreTrainedModel, tokenizer: Any) -> tuple[list[str], str, Any]:
+    """Texts for what cannot start without data, what they are called, and the tokenizer; no texts if nothing needs any.
+
+    A model without a tokenizer, or whose layers share one module, keeps its plain start, and a warning says so.
+    """
+    name = "Python's help texts"
+    nothing: tuple[list[str], str, Any] = ([], "", tokenizer)
+    if not any(has_closed_form(module) and module.config.far for _, module in model.linear_attentions()):
+        return nothing
+    try:
+        check_calibration(model)
+        tokenizer = tokenizer_of(base) if tokenizer is None else tokenizer
+    except (OSError, ValueError) as error:
+        logger.warning(f"Prototypes and features start at random, not from {name}: {error}")
+        return nothing
+    documents = load_documents(DataConfig(dataset=TOPICS, max_documents=DEFAULT_TEXTS))
+    return [document.text for document in documents], name, tokenizer
+
+
 def check_calibration(model: LinAttnPreTrainedModel) -> None:
     """Whether every converted layer has something that data can fit.
 
@@ -98,7 +146,7 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
     if not fitted:
         raise ValueError("calibration_texts: far=False in all layers leaves nothing to fit.")
     for module in fitted:
-        if has_closed_form(module.config):
+        if has_closed_form(module):
             continue
         if module.config.method == "performer":
             if module.config.feature_map != "learned":
@@ -113,11 +161,10 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
             )
 
 
-def has_closed_form(config: Any) -> bool:
+def has_closed_form(module: LinearAttention) -> bool:
     """Whether data are needed for a start that is found without training: moments, or prototypes of clusters."""
-    return getattr(config, "init", None) == "moments" or (
-        getattr(config, "projection", None) == "cluster" and config.landmarks == "prototypes"
-    )
+    prototypes = getattr(module.far_part, "prototypes", None)
+    return getattr(module.config, "init", None) == "moments" or prototypes is not None
 
 
 @torch.no_grad()
@@ -132,7 +179,7 @@ def _set_closed_form(module: LinearAttention, call: AttentionCall) -> None:
 
 
 def _fit(module: LinearAttention, call: AttentionCall) -> None:
-    if has_closed_form(module.config):
+    if has_closed_form(module):
         _set_closed_form(module, call)
         if getattr(module.config, "feature_map", None) == "learned":
             _train(module, call, _RATES["features"])

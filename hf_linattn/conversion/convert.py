@@ -34,7 +34,7 @@ from ..modeling.modeling_linattn import (
     position_offset,
     self_attentions,
 )
-from .calibration import calibrate, check_calibration
+from .calibration import calibrate, check_calibration, default_texts, tokenized
 
 POSITION_EXTENSIONS = ("repeat", "interpolate")
 # Rotary scalings that read the original length out of max_position_embeddings.
@@ -50,7 +50,7 @@ def convert(
     seed: int | None = None,
     position_extension: str = "repeat",
     calibration_texts: Sequence[str] | None = None,
-    calibration_length: int = 512,
+    calibration_length: int | None = None,
     tokenizer: Any = None,
     **from_pretrained_kwargs: Any,
 ) -> LinAttnPreTrainedModel:
@@ -69,9 +69,11 @@ def convert(
         position_extension: how positions beyond the checkpoint's get their embeddings: "repeat" the table,
             or "interpolate" it.
         calibration_texts: documents that feature maps and projections are fitted to, layer by layer, about a hundred;
-            see `hf_linattn.conversion.calibration`. No weight of the model itself is trained. Default: none, and
-            features and projections start as their papers say.
-        calibration_length: how many tokens of each of them, at most as many as the checkpoint reads.
+            see `hf_linattn.conversion.calibration`. No weight of the model itself is trained. Default: Python's help
+            texts for what has no start without data (prototypes of clusters, init="moments"), where the checkpoint has
+            a tokenizer; none for the rest, which starts as its paper says.
+        calibration_length: how many tokens of each of them, at most as many as the checkpoint reads. Default: 512; of
+            a decoder 1,024, to which texts are joined.
         tokenizer: for a loaded model, what makes tokens of them. Default: the checkpoint's.
         from_pretrained_kwargs: for an id or folder, passed on to `from_pretrained`, e.g. dtype, device_map,
             revision, token, num_labels.
@@ -141,12 +143,19 @@ def convert(
         model.config.linattn_base = origin
     if calibration_texts is not None:
         check_calibration(model)
-        tokenizer = tokenizer_of(base) if tokenizer is None else tokenizer
-        length = min(calibration_length, base.config.max_position_embeddings - position_offset(base.config))
         texts = [text for text in checked_texts(calibration_texts, "calibration_texts") if text.strip()]
-        documents = tokenizer(texts, truncation=True, max_length=length)["input_ids"] if texts else []
+        source, tokenizer = "given", tokenizer_of(base) if tokenizer is None else tokenizer
+    else:
+        texts, source, tokenizer = default_texts(model, base, tokenizer)
+    if calibration_texts is not None or texts:
+        longest = base.config.max_position_embeddings - position_offset(base.config)
+        documents = tokenized(texts, tokenizer, calibration_length, longest, model.config.base_model_type)
         calibrate(model, base, documents)
-        model.config.linattn_calibration = {"documents": len(documents), "tokens": sum(map(len, documents))}
+        model.config.linattn_calibration = {
+            "documents": len(documents),
+            "tokens": sum(map(len, documents)),
+            "texts": source,
+        }
     if base.can_generate() and model.can_generate():
         model.generation_config = copy.deepcopy(base.generation_config)
     return model.eval() if device_map is not None else model.to(device).eval()

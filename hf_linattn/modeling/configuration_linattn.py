@@ -160,7 +160,7 @@ class LinformerConfig(AttentionConfig):
         default=256, metadata={"help": "Linformer's k: how many summaries stand for the whole document."}
     )
     projection: str = field(
-        default="learned",
+        default="cluster",
         metadata={
             "help": "How tokens are summarized: cluster (means of similar keys), learned (starts as segment means), "
             "mean, max, conv (a convolution per channel that starts as the mean), gaussian (fixed, N(0, 1/k)).",

@@ -36,9 +36,9 @@ from measure import GIB, MIB, free_memory, limit_memory, process_peak
 #: What is compared. None is softmax.
 SETTINGS: dict[str, AttentionConfig | None] = {
     "softmax (SDPA)": None,
-    "Linformer, k=256": LinformerConfig(projection_length=256),
+    "Linformer, k=256": LinformerConfig(projection="learned", projection_length=256),
     "Performer, m=256": PerformerConfig(num_features=256),
-    "window 64 + Linformer, k=256": LinformerConfig(projection_length=256, window_size=64),
+    "window 64 + Linformer, k=256": LinformerConfig(projection="learned", projection_length=256, window_size=64),
     "window 64 + Performer, m=64": PerformerConfig(num_features=64, window_size=64),
 }
 

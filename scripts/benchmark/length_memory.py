@@ -30,7 +30,7 @@ from measure import MIB, process_peak
 
 SETTINGS: dict[str, AttentionConfig | None] = {
     "softmax (SDPA)": None,
-    "Linformer, k=256": LinformerConfig(projection_length=256),
+    "Linformer, k=256": LinformerConfig(projection="learned", projection_length=256),
     "Performer, m=256": PerformerConfig(num_features=256),
     "window 64 + first token + 64 segment means": LinformerConfig(
         projection_length=64, projection="mean", window_size=64, global_tokens=1

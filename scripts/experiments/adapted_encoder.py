@@ -64,7 +64,7 @@ _FINE = replace(TRAINING, transfer_steps=0, batch_size=2, learning_rate=1e-5, qu
 FORMS = {
     "joined-linformer": Form(
         "window 64 + first token + 64 summaries",
-        LinformerConfig(projection_length=64, **_JOINED),
+        LinformerConfig(projection="learned", projection_length=64, **_JOINED),
         replace(_FINE, distil_steps=1600),
     ),
     "joined-performer": Form(
@@ -79,7 +79,7 @@ FORMS = {
     ),
     "linformer": Form(
         "Linformer, k=128",
-        LinformerConfig(projection_length=128),
+        LinformerConfig(projection="learned", projection_length=128),
         replace(TRAINING, transfer_steps=400, distil_steps=2200, batch_size=2),
     ),
 }

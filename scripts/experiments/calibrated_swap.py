@@ -26,12 +26,12 @@ from hf_linattn.utils.markdown import interval_text, table
 
 JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
 SETTINGS: dict[str, AttentionConfig] = {
-    "Linformer, k=64": LinformerConfig(projection_length=64),
-    "Linformer, k=128": LinformerConfig(projection_length=128),
-    "Linformer, k=64, for each head": LinformerConfig(projection_length=64, sharing="none"),
+    "Linformer, k=64": LinformerConfig(projection="learned", projection_length=64),
+    "Linformer, k=128": LinformerConfig(projection="learned", projection_length=128),
+    "Linformer, k=64, for each head": LinformerConfig(projection="learned", projection_length=64, sharing="none"),
     "Performer, m=64": PerformerConfig(num_features=64, feature_map="learned"),
     "Performer, m=128": PerformerConfig(num_features=128, feature_map="learned"),
-    "window 64 + first token + 64 means": LinformerConfig(projection_length=64, **JOINED),
+    "window 64 + first token + 64 means": LinformerConfig(projection="learned", projection_length=64, **JOINED),
     "window 64 + first token + Performer, m=128": PerformerConfig(num_features=128, feature_map="learned", **JOINED),
 }
 

@@ -41,16 +41,20 @@ SETTINGS: dict[str, AttentionConfig | None] = {
     "window 64 + first token alone (far off)": PerformerConfig(num_features=64, **FIRST, far=False),
     "FAVOR+, m=64": PerformerConfig(num_features=64),
     "FAVOR+, m=256": PerformerConfig(num_features=256),
-    "window 64 + 64 means of 128": LinformerConfig(**COARSE, window_size=64),
+    "window 64 + 64 means of 128": LinformerConfig(projection="learned", **COARSE, window_size=64),
     "window 64 + 64 means of 128, far off": LinformerConfig(**COARSE, window_size=64, far=False),
-    "window 64 + 64 means of 128, window off": LinformerConfig(**COARSE, window_size=64, near=False),
-    "window 64 + first token + 64 means of 128": LinformerConfig(**COARSE, **FIRST),
+    "window 64 + 64 means of 128, window off": LinformerConfig(
+        projection="learned", **COARSE, window_size=64, near=False
+    ),
+    "window 64 + first token + 64 means of 128": LinformerConfig(projection="learned", **COARSE, **FIRST),
     "window 64 + first token + 64 means of 128, far off": LinformerConfig(**COARSE, **FIRST, far=False),
-    "window 64 + 512 means of 16": LinformerConfig(**FINE, window_size=64),
-    "window 64 + 512 means of 16, window off": LinformerConfig(**FINE, window_size=64, near=False),
-    "window 64 + first token + 512 means of 16": LinformerConfig(**FINE, **FIRST),
-    "Linformer, 64 means of 128": LinformerConfig(**COARSE),
-    "Linformer, 512 means of 16": LinformerConfig(**FINE),
+    "window 64 + 512 means of 16": LinformerConfig(projection="learned", **FINE, window_size=64),
+    "window 64 + 512 means of 16, window off": LinformerConfig(
+        projection="learned", **FINE, window_size=64, near=False
+    ),
+    "window 64 + first token + 512 means of 16": LinformerConfig(projection="learned", **FINE, **FIRST),
+    "Linformer, 64 means of 128": LinformerConfig(projection="learned", **COARSE),
+    "Linformer, 512 means of 16": LinformerConfig(projection="learned", **FINE),
 }
 _RESAMPLES = 10_000
 
