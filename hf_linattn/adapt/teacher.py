@@ -40,9 +40,7 @@ def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel,
     options["max_length"] = model.config.linattn["max_length"]
     # of the conversion, only the longer table of positions stays
     teachers = [
-        convert(
-            base, LinformerConfig(projection="learned", projection_length=1), position_extension=extension, **options
-        )
+        convert(base, PerformerConfig(num_features=1), position_extension=extension, **options)
         for extension in (POSITION_EXTENSIONS if family.position_table else POSITION_EXTENSIONS[:1])
     ]
     teacher = teachers[0]

@@ -171,7 +171,7 @@ class LinformerConfig(AttentionConfig):
         default="keys",
         metadata={
             "help": "What keys are clustered around, with projection='cluster': keys of the document, or prototypes "
-            "(parameters, which calibration starts by k-means). Decoders have prototypes.",
+            "(fixed centers, which calibration finds by k-means). Decoders have prototypes.",
             "choices": LANDMARKS,
         },
     )

@@ -11,7 +11,7 @@ scores the first counts.
 In an encoder M = E[q q^T] over the row's queries: keys are near each other where the logits of the row's queries are.
 Half of the landmarks c_s are the keys at equally spaced ranks of the row, the other half the keys that are farthest
 from these. They are moved to the mean of their members `rounds` times (Lloyd's algorithm). Or they are `prototypes`,
-which are parameters, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of
+which are fixed, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of
 each.
 Prototypes start as random vectors; calibration makes them the centers of k-means over keys of the model.
 """
@@ -33,10 +33,13 @@ _OWN_BLOCK = 64
 class Prototypes(nn.Module):
     """One center per slot and head, `centers` (heads, slots, head_dim), in the space of the keys."""
 
+    centers: Tensor
+
     def __init__(self, *, num_heads: int, head_dim: int, slots: int, seed: int) -> None:
         super().__init__()
         self.seed = seed
-        self.centers = nn.Parameter(torch.empty(num_heads, slots, head_dim))
+        # a buffer: assignments have no gradient
+        self.register_buffer("centers", torch.empty(num_heads, slots, head_dim))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -86,7 +89,7 @@ class ClusterFarPart(_ClusterFarPart):
         query, key = query.detach(), key.detach()
         no_slot = ~rows.far_tokens[:, None]
         if self.prototypes is not None:
-            return nearest(key, self.prototypes.centers.detach().to(key.dtype))[0].masked_fill(no_slot, self.num_slots)
+            return nearest(key, self.prototypes.centers.to(key.dtype))[0].masked_fill(no_slot, self.num_slots)
         metric = _second_moment(query, rows)
         landmarks = self._landmarks(key, metric, rows)
         slot = nearest(key, landmarks, metric)[0].masked_fill(no_slot, self.num_slots)
@@ -250,7 +253,7 @@ class CausalClusterFarPart(_ClusterFarPart):
     def _by_block(self, key: Tensor, value: Tensor, valid: Tensor | None, block: int) -> Tensor:
         """Sums of each block of tokens, (batch, blocks, heads, slots, dims)."""
         assert self.prototypes is not None
-        slot = nearest(key.detach(), self.prototypes.centers.detach().to(key.dtype))[0]
+        slot = nearest(key.detach(), self.prototypes.centers.to(key.dtype))[0]
         if valid is not None:
             slot = slot.masked_fill(~valid[:, None], self.num_slots)
         return _sums(slot.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.num_slots, block)
