@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from ..conversion.convert import POSITION_EXTENSIONS, convert
 from ..conversion.softmax import SoftmaxAttention
 from ..modeling.architectures import FAMILIES, Family
+from ..modeling.configuration_linattn import PerformerConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
 
 

@@ -1,133 +1,243 @@
-"""What the swap alone costs, with no training: pooled embeddings of a converted MiniLM beside the original's.
+"""What the direct swap costs, with no training: pooled embeddings of a converted MiniLM beside the original's.
 
-    python scripts/experiments/direct_swap.py --output model_cards/minilm-l6/direct-swap
+    python scripts/experiments/direct_swap.py --output model_cards/minilm-l6/direct-swap \
+        --texts topics NEWS.jsonl --lengths 512 2048 4096 --calibration NOVELS.jsonl --passkeys 240
 
-writes a table as JSON and Markdown and a plot, and prints the table.
+writes a table as JSON and Markdown and a plot, and prints the table. For each length, kind of text and setting: the
+mean cosine of the pooled embedding to the original's, with a bootstrap interval over documents and seeds, and the rank
+correlation of the similarities of all pairs. Beyond 512 tokens the original repeats its positions. `exact_length`
+is 0: what is measured is linear attention at every length. Moments are matched on calibration texts, none of which
+is measured. The passkey probe (accuracy of a linear probe on the first token's state, 512 tokens) is measured for the
+settings that have a window.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
-from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from common import experiment_parser, minilm_folder, topic_documents, write_report
+from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, token_ids, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.data import DataConfig
+from hf_linattn.evaluate import CompareConfig, TaskConfig, compare
+from hf_linattn.evaluate.intervals import bootstrap_interval
+from hf_linattn.utils.markdown import interval_text, table
 
-MEANS = {"projection": "mean"}
-JOINED = {"window_size": 64, "global_tokens": 1}
-#: What is compared. Linformer by segment means has nothing random: one seed is enough.
+# marker and color of each kind of text
+_MARKERS = (("o", "#1b4f8a"), ("s", "#d98b1f"), ("^", "#555555"), ("D", "#9a3b6b"))
+JOINED = {"window_size": 64, "global_tokens": 1, "exact_length": 0}
+MOMENTS = {"init": "moments", "exact_length": 0}
+
+
+def _means(length: int, **settings: Any) -> LinformerConfig:
+    return LinformerConfig(projection_length=length, projection="mean", **settings)
+
+
+def _clusters(length: int, **settings: Any) -> LinformerConfig:
+    return LinformerConfig(projection_length=length, projection="cluster", **settings)
+
+
+#: What is compared. Only random features differ from seed to seed.
 SETTINGS: dict[str, AttentionConfig] = {
-    "FAVOR+, m=64": PerformerConfig(num_features=64),
-    "FAVOR+, m=256": PerformerConfig(num_features=256),
-    "Linformer by segment means, k=64": LinformerConfig(projection_length=64, **MEANS),
-    "Linformer by segment means, k=128": LinformerConfig(projection_length=128, **MEANS),
-    "window 32 + first token": LinformerConfig(window_size=32, global_tokens=1, far=False),
-    "window 32 + first token + 64 segment means": LinformerConfig(
-        projection_length=64, window_size=32, global_tokens=1, **MEANS
+    "Linformer, 64 segment means": _means(64),
+    "Linformer, 128 segment means": _means(128),
+    "Linformer, 256 segment means": _means(256),
+    "Linformer, 64 clusters": _clusters(64),
+    "Linformer, 128 clusters": _clusters(128),
+    "Linformer, 256 clusters": _clusters(256),
+    "Linformer, 128 clusters, 2 rounds": _clusters(128, rounds=2),
+    "Performer, FAVOR+, m=128": PerformerConfig(num_features=128),
+    "Performer, moments, m=128": PerformerConfig(num_features=128, **MOMENTS),
+    "Performer, moments, hyperbolic, m=128": PerformerConfig(num_features=128, feature_map="hyperbolic", **MOMENTS),
+    "Performer, FAVOR+, m=256": PerformerConfig(num_features=256),
+    "Performer, moments, m=256": PerformerConfig(num_features=256, **MOMENTS),
+    "Performer, moments, hyperbolic, m=256": PerformerConfig(num_features=256, feature_map="hyperbolic", **MOMENTS),
+    "window 64 + first token": LinformerConfig(far=False, **JOINED),
+    "window 64 + first token + 64 segment means": _means(64, **JOINED),
+    "window 64 + first token + 64 segment means, one direction": _means(64, global_queries=False, **JOINED),
+    "window 64 + first token + 64 clusters": _clusters(64, **JOINED),
+    "window 64 + first token + 64 clusters, one direction": _clusters(64, global_queries=False, **JOINED),
+    "64 clusters of far tokens only (window off)": _clusters(64, near=False, **JOINED),
+    "window 64 + first token + 128 clusters": _clusters(128, **JOINED),
+    "window 64 + first token + FAVOR+, m=128": PerformerConfig(num_features=128, **JOINED),
+    "window 64 + first token + moments, m=128": PerformerConfig(num_features=128, init="moments", **JOINED),
+    "window 64 + first token + moments, hyperbolic, m=128": PerformerConfig(
+        num_features=128, feature_map="hyperbolic", init="moments", **JOINED
     ),
-    "window 64 + first token": LinformerConfig(**JOINED, far=False),
-    "window 64 + first token + 64 segment means": LinformerConfig(projection_length=64, **MEANS, **JOINED),
-    "64 segment means of far tokens only (window off)": LinformerConfig(
-        projection_length=64, **MEANS, **JOINED, near=False
-    ),
-    "window 64 + FAVOR+, m=256": PerformerConfig(num_features=256, window_size=64),
-    "window 64 + first token + FAVOR+, m=256": PerformerConfig(num_features=256, **JOINED),
-    "window 64 + first token + hyperbolic, m=256": PerformerConfig(
-        num_features=256, feature_map="hyperbolic", **JOINED
-    ),
-    "FAVOR+ of far tokens only, m=256 (window off)": PerformerConfig(num_features=256, **JOINED, near=False),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One setting: means over documents and seeds, and the spread of the cosine over seeds."""
+    """One setting on one kind of text of one length; cosines are means over documents and seeds."""
 
     setting: str
+    texts: str
+    length: int
+    documents: int
+    seeds: int
     cosine: float
-    cosine_min: float
-    cosine_max: float
+    low: float
+    high: float
     rank_correlation: float
 
 
-@torch.no_grad()
-def pooled(model: PreTrainedModel, documents: Tensor) -> Tensor:
-    """Mean-pooled, normalised embeddings (documents, dim) of documents (documents, length) without padding."""
-    states = [model(input_ids=batch).last_hidden_state.mean(1) for batch in documents.split(8)]
-    return F.normalize(torch.cat(states), dim=-1)
-
-
-def rank_correlation(first: Tensor, second: Tensor) -> float:
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Spearman's correlation of the two sets' cosine similarities between all pairs of documents."""
-    pairs = torch.triu_indices(len(first), len(first), offset=1)
-    ranks = [(x @ x.T)[pairs[0], pairs[1]].argsort().argsort().double() for x in (first, second)]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+    pairs = np.triu_indices(len(first), k=1)
+    ranks = [(x @ x.T)[pairs].argsort().argsort() for x in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
-def measure(name: str, config: AttentionConfig, base: PreTrainedModel, documents: Tensor, seeds: int) -> Row:
-    """Compare one setting with the base model."""
-    original = pooled(base, documents)
-    random = isinstance(config, PerformerConfig) and config.far
-    embeddings = [pooled(convert(base, config, seed=seed), documents) for seed in range(seeds if random else 1)]
-    cosines = [(original * embedding).sum(-1).mean().item() for embedding in embeddings]
-    correlations = [rank_correlation(original, embedding) for embedding in embeddings]
-    mean = sum(cosines) / len(cosines)
-    return Row(name, mean, min(cosines), max(cosines), sum(correlations) / len(correlations))
+def _normalized(model: Any, documents: list[list[int]]) -> np.ndarray:
+    return torch.nn.functional.normalize(embeddings(model, documents), dim=-1).numpy()
 
 
-def markdown(rows: list[Row]) -> str:
-    """The rows as a table; a range where there were several seeds."""
-    lines = ["| swap | cosine | over seeds | rank corr. |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        spread = "" if row.cosine_min == row.cosine_max else f"{row.cosine_min:.3f} to {row.cosine_max:.3f}"
-        lines.append(f"| {row.setting} | {row.cosine:.3f} | {spread} | {row.rank_correlation:.2f} |")
-    return "\n".join(lines)
+def rows_of_length(
+    length: int, documents: dict[str, list[list[int]]], base: Any, tokenizer: Any, calibration: list[str], seeds: int
+) -> Iterator[Row]:
+    """All settings on documents (kind -> token ids) of one length."""
+    original = {kind: _normalized(extend_positions(base, length), ids) for kind, ids in documents.items()}
+    for name, config in tqdm(SETTINGS.items(), desc=f"{length} tokens", unit="setting"):
+        random = isinstance(config, PerformerConfig) and config.far
+        found: dict[str, list[np.ndarray]] = {kind: [] for kind in documents}
+        for seed in range(seeds if random else 1):
+            texts = calibration if getattr(config, "init", "") == "moments" else None
+            model = convert(
+                base, config, seed=seed, max_length=max(length, 512), calibration_texts=texts, tokenizer=tokenizer
+            )
+            for kind, ids in documents.items():
+                found[kind].append(_normalized(model, ids))
+        for kind, outputs in found.items():
+            cosines = [((original[kind] * output).sum(1),) for output in outputs]
+            its = bootstrap_interval(mean, cosines)
+            correlation = float(np.mean([rank_correlation(original[kind], output) for output in outputs]))
+            yield Row(name, kind, length, len(original[kind]), len(outputs), its.value, its.low, its.high, correlation)
+
+
+def passkeys(folder: str, examples: int, calibration: list[str], tokenizer: Any) -> dict[str, dict[str, float]]:
+    """Accuracy of the passkey probe at 512 tokens of softmax and of each setting with a window, with its interval."""
+    base = AutoModel.from_pretrained(folder).eval()
+    with TemporaryDirectory() as place:
+        converted: dict[str, str] = {}
+        for name, config in SETTINGS.items():
+            if config.window_size and config.near:
+                texts = calibration if getattr(config, "init", "") == "moments" else None
+                path = Path(place) / str(len(converted))
+                convert(base, config, calibration_texts=texts, tokenizer=tokenizer).save_pretrained(path)
+                tokenizer.save_pretrained(path)
+                converted[name] = str(path)
+        report = compare(
+            folder,
+            converted,
+            "passkey-probe",
+            Path(place) / "report",
+            data=DataConfig(dataset="topics"),
+            task_config=TaskConfig(lengths=[512], examples=examples),
+            config=CompareConfig(branches=False),
+        )
+    return {cell["column"]: cell["metrics"]["accuracy"] for cell in report["tasks"][0]["cells"]}
+
+
+def markdown(rows: list[Row], keys: dict[str, Any]) -> str:
+    """A table for each length: a row per setting, a column per kind of text."""
+    parts = []
+    for length in sorted({row.length for row in rows}):
+        kinds = list(dict.fromkeys(row.texts for row in rows if row.length == length))
+        head = ["direct swap", *(f"{kind}, cosine" for kind in kinds), *(f"{kind}, rank corr." for kind in kinds)]
+        body = []
+        for name in SETTINGS:
+            cells = [row for row in rows if row.length == length and row.setting == name]
+            cosines = [interval_text(cell.cosine, cell.low, cell.high, "{:.3f}") for cell in cells]
+            body.append([name, *cosines, *(f"{cell.rank_correlation:.2f}" for cell in cells)])
+        parts.append(f"### {length} tokens\n\n{table(head, body)}")
+    if keys:
+        body = [[name, interval_text(x["value"], x["low"], x["high"], "{:.2f}")] for name, x in keys.items()]
+        parts.append(f"### Passkey probe, 512 tokens (chance 0.10)\n\n{table(['model', 'accuracy'], body)}")
+    return "\n\n".join(parts)
 
 
 def plot(rows: list[Row]) -> Figure:
-    """A bar per setting, with the range over seeds."""
-    figure, axes = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.2))
-    rows = rows[::-1]
-    cosines = [row.cosine for row in rows]
-    spread = [[row.cosine - row.cosine_min for row in rows], [row.cosine_max - row.cosine for row in rows]]
-    axes.barh([row.setting for row in rows], cosines, xerr=spread, color="#4c72b0", ecolor="black", capsize=3)
-    for position, cosine in enumerate(cosines):
-        axes.text(0.01, position, f"{cosine:.3f}", va="center", color="white", fontsize=9)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("cosine of the pooled embedding to the original's (no training)")
-    axes.spines[["top", "right"]].set_visible(False)
+    """A panel per length: each setting's cosine with its interval, a marker per kind of text."""
+    lengths = sorted({row.length for row in rows})
+    figure, panels = plt.subplots(
+        1, len(lengths), sharey=True, squeeze=False, figsize=(4 + 3.2 * len(lengths), 0.34 * len(SETTINGS) + 1.6)
+    )
+    names = list(SETTINGS)[::-1]
+    for axes, length in zip(panels[0], lengths, strict=True):
+        kinds = list(dict.fromkeys(row.texts for row in rows if row.length == length))
+        for shift, (kind, (marker, color)) in enumerate(zip(kinds, _MARKERS, strict=False)):
+            cells = {row.setting: row for row in rows if row.length == length and row.texts == kind}
+            points = [cells[name] for name in names]
+            places = np.arange(len(names)) + 0.25 * (shift - (len(kinds) - 1) / 2)
+            errors = [[p.cosine - p.low for p in points], [p.high - p.cosine for p in points]]
+            axes.errorbar(
+                [p.cosine for p in points], places, xerr=errors, fmt=marker, color=color, ms=4, lw=1, label=kind
+            )
+        axes.set_title(f"{length:,} tokens", fontsize=10)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_xlim(0.5, 1.005)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].legend(fontsize=8, loc="lower left")
+    figure.supxlabel(
+        "cosine of the pooled embedding to the original's, no training (points left of 0.5 not shown)", fontsize=9
+    )
     return figure
 
 
 def main() -> int:
     parser = experiment_parser(__doc__)
-    parser.add_argument("--documents", type=int, default=24, help="Number of documents. Default: 24.")
-    parser.add_argument("--length", type=int, default=512, help="Tokens of each. Default: 512.")
+    parser.add_argument(
+        "--texts", nargs="+", default=["topics"], help="Files or datasets to measure on. Default: topics."
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="Tokens of each document. Default: 512.")
+    parser.add_argument("--documents", nargs="+", type=int, default=[24, 8, 4], help="Documents at each length.")
+    parser.add_argument(
+        "--calibration", help="File of texts that moments are matched on. Default: Python's help texts."
+    )
     parser.add_argument("--seeds", type=int, default=3, help="Seeds of random features. Default: 3.")
+    parser.add_argument("--passkeys", type=int, default=0, help="Examples of the passkey probe. Default: none.")
     options = parser.parse_args()
+    if len(options.documents) < len(options.lengths):
+        parser.error(f"--documents has {len(options.documents)} numbers for {len(options.lengths)} lengths")
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
 
     folder = minilm_folder()
-    base = AutoModel.from_pretrained(folder).eval()
-    documents = torch.tensor(topic_documents(AutoTokenizer.from_pretrained(folder), options.documents, options.length))
-    rows = [measure(*item, base, documents, options.seeds) for item in tqdm(SETTINGS.items(), unit="setting")]
+    base, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    # more of a novel than is read need not be tokenized
+    calibration = [text[:20_000] for text in texts_of(options.calibration or "topics", 32)]
+    rows: list[Row] = []
+    for length, count in zip(options.lengths, options.documents, strict=False):
+        documents = token_ids(options.texts, tokenizer, length, count)
+        documents = {kind: [ids for ids in listed if len(ids) == length] for kind, listed in documents.items()}
+        documents = {kind: listed for kind, listed in documents.items() if len(listed) >= 2}
+        rows += rows_of_length(length, documents, base, tokenizer, calibration, options.seeds)
+    keys = passkeys(folder, options.passkeys, calibration, tokenizer) if options.passkeys else {}
 
     report = {
         "model": "all-MiniLM-L6-v2",
-        "data": f"the {options.documents} longest topics of pydoc_data, first {options.length} tokens",
+        "texts": [Path(name).name for name in options.texts],
+        "calibration": Path(options.calibration or "topics").name,
         "training": "none",
         "seeds": options.seeds,
         "torch": torch.__version__,
         "rows": [asdict(row) for row in rows],
+        "passkey_probe": keys,
     }
-    write_report(options.output, report, markdown(rows), plot(rows))
+    write_report(options.output, report, markdown(rows, keys), plot(rows))
     return 0
 
 
