@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -41,20 +42,19 @@ SETTINGS: dict[str, AttentionConfig | None] = {
     "window 64 + first token alone (far off)": PerformerConfig(num_features=64, **FIRST, far=False),
     "FAVOR+, m=64": PerformerConfig(num_features=64),
     "FAVOR+, m=256": PerformerConfig(num_features=256),
-    "window 64 + 64 means of 128": LinformerConfig(projection="learned", **COARSE, window_size=64),
+    "window 64 + 64 means of 128": LinformerConfig(**COARSE, window_size=64),
     "window 64 + 64 means of 128, far off": LinformerConfig(**COARSE, window_size=64, far=False),
-    "window 64 + 64 means of 128, window off": LinformerConfig(
-        projection="learned", **COARSE, window_size=64, near=False
-    ),
-    "window 64 + first token + 64 means of 128": LinformerConfig(projection="learned", **COARSE, **FIRST),
+    "window 64 + 64 means of 128, window off": LinformerConfig(**COARSE, window_size=64, near=False),
+    "window 64 + first token + 64 means of 128": LinformerConfig(**COARSE, **FIRST),
     "window 64 + first token + 64 means of 128, far off": LinformerConfig(**COARSE, **FIRST, far=False),
-    "window 64 + 512 means of 16": LinformerConfig(projection="learned", **FINE, window_size=64),
-    "window 64 + 512 means of 16, window off": LinformerConfig(
-        projection="learned", **FINE, window_size=64, near=False
-    ),
-    "window 64 + first token + 512 means of 16": LinformerConfig(projection="learned", **FINE, **FIRST),
-    "Linformer, 64 means of 128": LinformerConfig(projection="learned", **COARSE),
-    "Linformer, 512 means of 16": LinformerConfig(projection="learned", **FINE),
+    "window 64 + 512 means of 16": LinformerConfig(**FINE, window_size=64),
+    "window 64 + 512 means of 16, window off": LinformerConfig(**FINE, window_size=64, near=False),
+    "window 64 + first token + 512 means of 16": LinformerConfig(**FINE, **FIRST),
+    "window 64 + first token + 64 clusters": LinformerConfig(projection_length=64, **FIRST),
+    "window 64 + first token + 256 clusters": LinformerConfig(projection_length=256, **FIRST),
+    "64 clusters of far tokens (window off)": LinformerConfig(projection_length=64, **FIRST, near=False),
+    "Linformer, 64 means of 128": LinformerConfig(**COARSE),
+    "Linformer, 512 means of 16": LinformerConfig(**FINE),
 }
 _RESAMPLES = 10_000
 
@@ -114,7 +114,7 @@ def exact_keys(config: AttentionConfig | None, length: int, max_length: int) -> 
     if config.window_size:
         start = (rank // config.window_size - 1) * config.window_size
     far = (start - first).clamp_min(0)
-    if isinstance(config, LinformerConfig):
+    if isinstance(config, LinformerConfig) and config.projection != "cluster":
         segment = math.ceil(max_length / config.projection_length)
         far = far // segment * segment
     elif not config.window_size:
@@ -124,7 +124,13 @@ def exact_keys(config: AttentionConfig | None, length: int, max_length: int) -> 
 
 
 def measure(
-    config: AttentionConfig | None, base: PreTrainedModel, documents: Tensor, seeds: int, layers: list[int]
+    config: AttentionConfig | None,
+    base: PreTrainedModel,
+    documents: Tensor,
+    seeds: int,
+    layers: list[int],
+    calibration: list[str],
+    tokenizer: Any,
 ) -> tuple[float, Tensor]:
     """Exact keys, and losses (seeds, documents, length - 1). What has nothing random has one seed."""
     exact = exact_keys(config, documents.shape[1], base.config.max_position_embeddings)
@@ -132,7 +138,9 @@ def measure(
         return exact, losses(base, documents)[None]
     config = replace(config, layers=layers)
     random = isinstance(config, PerformerConfig) and config.far
-    runs = [losses(convert(base, config, seed=seed), documents) for seed in range(seeds if random else 1)]
+    clusters = getattr(config, "projection", None) == "cluster"
+    options: Any = {"calibration_texts": calibration, "tokenizer": tokenizer} if clusters else {}
+    runs = [losses(convert(base, config, seed=seed, **options), documents) for seed in range(seeds if random else 1)]
     return exact, torch.stack(runs)
 
 
@@ -221,11 +229,13 @@ def main() -> int:
         data = f"the first {options.documents} pieces of {options.length:,} tokens of {options.text.name}"
         caution = "Whether the text was in the model's pretraining data is not known here."
 
+    # the topics after those that are read
+    calibration = sorted(topics.values(), key=len, reverse=True)[options.documents :][:8]
     start = time.perf_counter()
     layers = list(range(base.config.num_hidden_layers - 2))
     original, rows = None, []
     for name, config in tqdm(SETTINGS.items(), unit="setting"):
-        exact, loss = measure(config, base, documents, options.seeds, layers)
+        exact, loss = measure(config, base, documents, options.seeds, layers, calibration, tokenizer)
         original = loss[0] if original is None else original
         rows.append(summary(name, exact, loss, original))
 
@@ -236,6 +246,7 @@ def main() -> int:
         "Exact keys: how many keys a query of a converted layer sees exactly, on average over the text. A decoder's "
         f"summary stands for max_length / projection_length tokens (max_length {base.config.max_position_embeddings:,} "
         "here), and what lies between the last summary and the window is exact as well.",
+        "Prototypes of clusters: k-means on 8,192 tokens of the topics that follow in length; nothing else is learned.",
         f"Several seeds where features are random ({options.seeds}). 95%: bootstrap over documents, paired with the "
         "original. Second half: perplexity of the later half of each document.",
     ]
