@@ -2,20 +2,26 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..modeling.architectures import FAMILIES
 from .config import AdaptConfig
 
 #: What the methods learn, query and key weights, and all other weights.
 GROUPS = ("features", "projections", "query_key", "rest")
 
-# What the architectures call them; some have queries, keys and values in one matrix.
-_QUERY_KEY = re.compile(r"\.(query|key|q_lin|k_lin|q_proj|k_proj|c_attn|query_key_value)\.")
-_EMBEDDINGS = re.compile(r"(^|\.)(embeddings|wte|wpe|embed_tokens|embed_positions|embed_in)\.")
+
+def _modules(names: Iterable[str]) -> re.Pattern[str]:
+    """What finds one of these modules in the name of a parameter."""
+    return re.compile(rf"(^|\.)({'|'.join(sorted(set(names)))})\.")
+
+
+_QUERY_KEY = _modules(name for row in FAMILIES.values() for name in row.query_key)
+_EMBEDDINGS = _modules(name for row in FAMILIES.values() for name in row.embeddings)
 
 
 def group_of(name: str) -> str:

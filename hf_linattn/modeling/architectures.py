@@ -19,6 +19,9 @@ class Family:
         shares_layers: one attention module serves several layers.
         body: the part of the base model that is called with the inputs, where it is not the base model.
         other_heads: classes that no auto class loads.
+        query_key: names of the modules with the weights of queries and keys; some have values in the same matrix.
+        embeddings: names of the modules that embed tokens and positions.
+        conv1d: linear layers are Transformers' `Conv1D`, which keeps its matrix the other way round.
     """
 
     model_type: str
@@ -31,6 +34,9 @@ class Family:
     shares_layers: bool = False
     body: str = ""
     other_heads: tuple[str, ...] = ()
+    query_key: tuple[str, ...] = ("query", "key")
+    embeddings: tuple[str, ...] = ("embeddings",)
+    conv1d: bool = False
 
 
 _FAMILIES = (
@@ -39,7 +45,9 @@ _FAMILIES = (
     Family(
         model_type="camembert", prefix="Camembert", attention="CamembertSelfAttention", positions_after_padding=True
     ),
-    Family(model_type="distilbert", prefix="DistilBert", attention="DistilBertSelfAttention"),
+    Family(
+        model_type="distilbert", prefix="DistilBert", attention="DistilBertSelfAttention", query_key=("q_lin", "k_lin")
+    ),
     Family(model_type="electra", prefix="Electra", attention="ElectraSelfAttention"),
     Family(model_type="ernie", prefix="Ernie", attention="ErnieSelfAttention"),
     Family(
@@ -49,9 +57,28 @@ _FAMILIES = (
         causal=True,
         position_table="wpe.weight",
         other_heads=("GPT2DoubleHeadsModel",),
+        query_key=("c_attn",),
+        embeddings=("wte", "wpe"),
+        conv1d=True,
     ),
-    Family(model_type="gpt_neox", prefix="GPTNeoX", attention="GPTNeoXAttention", causal=True, position_table=None),
-    Family(model_type="llama", prefix="Llama", attention="LlamaAttention", causal=True, position_table=None),
+    Family(
+        model_type="gpt_neox",
+        prefix="GPTNeoX",
+        attention="GPTNeoXAttention",
+        causal=True,
+        position_table=None,
+        query_key=("query_key_value",),
+        embeddings=("embed_in",),
+    ),
+    Family(
+        model_type="llama",
+        prefix="Llama",
+        attention="LlamaAttention",
+        causal=True,
+        position_table=None,
+        query_key=("q_proj", "k_proj"),
+        embeddings=("embed_tokens",),
+    ),
     Family(
         model_type="opt",
         prefix="OPT",
@@ -60,6 +87,8 @@ _FAMILIES = (
         position_table="decoder.embed_positions.weight",
         extra_rows=2,
         body="decoder",
+        query_key=("q_proj", "k_proj"),
+        embeddings=("embed_tokens", "embed_positions"),
     ),
     Family(model_type="roberta", prefix="Roberta", attention="RobertaSelfAttention", positions_after_padding=True),
     Family(
