@@ -33,7 +33,7 @@ from ..data.tokenizers import tokenizer_of
 from ..modeling.architectures import FAMILIES
 from ..modeling.feature_maps import FeatureMap
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, self_attentions
-from .clustering import cluster_centers
+from .clustering import cluster_centers, logit_variances
 from .moments import match_moments
 from .softmax import AttentionCall, watch_attention
 
@@ -174,8 +174,11 @@ def _set_closed_form(module: LinearAttention, call: AttentionCall) -> None:
         module.far_part.feature_map.set_moments(match_moments(query, key))
         return
     # in the space of the keys themselves
-    centers = module.far_part.prototypes.centers
-    centers.copy_(cluster_centers(key / call.root, centers.shape[1]))
+    prototypes, key = module.far_part.prototypes, key / call.root
+    centers = cluster_centers(key, prototypes.centers.shape[1])
+    prototypes.centers.copy_(centers)
+    # queries times the whole softmax scale
+    prototypes.spread.copy_(logit_variances(query * call.root, key, centers))
 
 
 def _fit(module: LinearAttention, call: AttentionCall) -> None:

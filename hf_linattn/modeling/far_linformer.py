@@ -40,11 +40,11 @@ class LinformerFarPart(FarKeys):
         )
         self.modules = {"projection": self.projection}
 
-    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Slots:
         return self.projection(key, value, self._segments(rows))
 
     def summarize_by_block(
-        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int, scale: float
     ) -> "_BlockSummaries":
         return _BlockSummaries(self.projection, key, value, self._segments(rows), window)
 

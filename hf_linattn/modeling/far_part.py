@@ -129,11 +129,13 @@ class FarPart:
 class FarKeys(FarPart):
     """A far part that answers with keys."""
 
-    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Slots:
         """Encoders without a window: what stands for all far tokens of (batch, heads, length, dim)."""
         raise NotImplementedError
 
-    def summarize_by_block(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int) -> Any:
+    def summarize_by_block(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int, scale: float
+    ) -> Any:
         """Encoders with a window: an object whose `chunk(begin, end)` gives the `Slots` of these blocks of queries.
 
         Here tokens stand before heads. query, key, value: (batch, length, heads, dim); of the slots (batch, blocks,

@@ -225,7 +225,7 @@ def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, far: FarKeys, rows
     if settings.near and first:
         parts.append(Slots(key[:, :, :first], value[:, :, :first], _log(rows.global_tokens)[:, None]))
     if settings.far:
-        parts.append(far.summarize(query, key, value, rows))
+        parts.append(far.summarize(query, key, value, rows, settings.scale))
     keys, values, masks = zip(*parts, strict=True)
     return _softmax(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), _side_by_side(masks), settings.scale)
 
@@ -240,7 +240,7 @@ def _attend_in_blocks(
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     window, first, length = settings.window_size, rows.first, rows.length
-    summaries = far.summarize_by_block(query, key, value, rows, window) if settings.far else None
+    summaries = far.summarize_by_block(query, key, value, rows, window, settings.scale) if settings.far else None
     first_mask, valid_lengths = _log(rows.global_tokens), rows.valid_lengths
 
     def attend_chunk(begin: int, end: int) -> Tensor:

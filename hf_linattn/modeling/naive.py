@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .blocks import after_end
 from .causal_projections import CausalProjection
-from .far_clusters import CausalClusterFarPart, ClusterFarPart
+from .far_clusters import SPREAD, CausalClusterFarPart, ClusterFarPart
 from .far_part import Settings
 from .feature_maps import FeatureMap
 from .feature_sums import SIGNED_MASS_FLOOR, expand
@@ -147,8 +147,7 @@ def cluster_attention(
         metric = torch.eye(key.shape[-1], dtype=key.dtype, device=device).expand(*key.shape[:2], -1, -1)
         one_hot = _nearest(key, centers, metric)[0] * clustered
     else:
-        valid_query = query * (position < valid_lengths[:, None])[:, None, :, None]
-        metric = valid_query.transpose(-1, -2) @ valid_query / valid_lengths.clamp_min(1)[:, None, None, None]
+        metric = _second_moment(query, valid_lengths)
         total = (valid_lengths - global_tokens).clamp_min(1)[:, None].expand(len(key), 1)
         spaced = slots - slots // 2
         landmark = (global_tokens + torch.arange(spaced, device=device) * total // spaced).clamp_max(length - 1)
@@ -171,9 +170,19 @@ def cluster_attention(
     members = one_hot.transpose(-1, -2)[:, :, None] * is_far[:, None, :, None]
     count = members.sum(-1)
     weights = members / count.clamp_min(1)[..., None]
+    log_mass = count.log()
+    if causal:
+        log_mass = log_mass + SPREAD / 2 * far_part.prototypes.spread[:, None]  # type: ignore[union-attr]
+    elif window_size:
+        # variance over the members of the logits, a mean over the row's queries
+        moment = scale**2 * _second_moment(query, valid_lengths).detach()
+        mean = (weights @ key[:, :, None]).detach()
+        square = ((key @ moment) * key).sum(-1).detach()
+        variance = (weights @ square[:, :, None, :, None])[..., 0] - ((mean @ moment[:, :, None]) * mean).sum(-1)
+        log_mass = log_mass + SPREAD / 2 * variance.clamp_min(0)
     query = query * scale
     near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
-    far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + count.log()
+    far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + log_mass
     far_logits = far_logits.masked_fill(torch.tensor(not far), float("-inf"))
     probabilities = torch.cat((near_logits, far_logits), dim=-1).softmax(-1)
     # a query that sees no key at all gets zeros
@@ -181,6 +190,13 @@ def cluster_attention(
     out = probabilities[..., :length] @ value
     out = out + torch.einsum("bhis,bhisd->bhid", probabilities[..., length:], weights @ value[:, :, None])
     return after_end(out, lengths) if causal else out
+
+
+def _second_moment(query: Tensor, valid_lengths: Tensor) -> Tensor:
+    """E[q q^T] over the valid queries of each row: (batch, heads, dim, dim)."""
+    valid = torch.arange(query.shape[2], device=query.device) < valid_lengths[:, None]
+    query = query * valid[:, None, :, None]
+    return query.transpose(-1, -2) @ query / valid_lengths.clamp_min(1)[:, None, None, None]
 
 
 def _nearest(key: Tensor, centers: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
