@@ -25,6 +25,7 @@ def test_what_leads_out_of_the_folder_is_named(folder: Path, name: str) -> None:
 
 
 def test_names_and_links_within_the_folder_are_followed(folder: Path) -> None:
+    (folder / "a").mkdir()
     (folder / "link").symlink_to("config.json")
     for name in ("config.json", "link", "a/../config.json"):
         assert inside(folder, name, file="x", field="y").is_file()
