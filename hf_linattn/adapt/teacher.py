@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..conversion.convert import POSITION_EXTENSIONS, convert
+from ..conversion.convert import convert
+from ..conversion.positions import POSITION_EXTENSIONS
 from ..conversion.softmax import SoftmaxAttention
 from ..modeling.architectures import FAMILIES, Family
 from ..modeling.configuration_linattn import PerformerConfig

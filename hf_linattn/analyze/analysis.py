@@ -15,7 +15,8 @@ from accelerate.utils import tqdm
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from ..conversion.convert import checked_texts, converted_config, extend_positions
+from ..conversion.convert import checked_texts, converted_config
+from ..conversion.positions import extend_positions
 from ..conversion.softmax import AttentionCall, SoftmaxAttention, watch_attention
 from ..conversion.summary import linear_flops, softmax_flops
 from ..data.tokenizers import tokenizer_of

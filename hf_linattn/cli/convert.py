@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..conversion.checkpoint import convert_checkpoint
-from ..conversion.convert import POSITION_EXTENSIONS
+from ..conversion.positions import POSITION_EXTENSIONS
 from ..conversion.summary import summarize
 from ..data.documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, method_configs

@@ -1,6 +1,7 @@
 """The files of a checkpoint's folder: their exact names, and that none of them leads out of the folder."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt"),
     *("tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model"),
-    *("chat_template.jinja", "chat_template.json"),
+    "chat_template.jinja",
 )
 #: Folder of the chat templates beside the default one; Transformers reads each file of it that ends in .jinja.
 CHAT_TEMPLATES = "additional_chat_templates"
@@ -114,7 +115,7 @@ def sentence_module_folders(folder: Path) -> list[str]:
             continue
         for part in path.rglob("*"):
             inside(folder, part.relative_to(folder).as_posix(), file=file, field="path")
-        folders.append(name)
+        folders.append(Path(os.path.normpath(name)).as_posix())
     return folders
 
 

@@ -2,21 +2,19 @@
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from accelerate.utils import tqdm
 from huggingface_hub import metadata_load
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..data.tokenizers import tokenizer_of
-from ..modeling.architectures import FAMILIES, MODEL_TYPE_PREFIX
+from ..modeling.architectures import FAMILIES
 from ..modeling.configuration_linattn import (
     CONFIG_CLASSES,
     AttentionConfig,
@@ -35,10 +33,13 @@ from ..modeling.modeling_linattn import (
     self_attentions,
 )
 from .calibration import calibrate, check_calibration, default_texts, tokenized
-
-POSITION_EXTENSIONS = ("repeat", "interpolate")
-# Rotary scalings that read the original length out of max_position_embeddings.
-_ROPE_TYPES_BOUND_TO_LENGTH = ("dynamic", "longrope")
+from .positions import (
+    check_extension,
+    checked_length,
+    extend_table,
+    init_options,
+    unsupported,
+)
 
 
 def convert(
@@ -87,9 +88,7 @@ def convert(
             argument has a value that is not allowed.
     """
     config = _attention_config(config, seed)
-    if position_extension not in POSITION_EXTENSIONS:
-        allowed = ", ".join(map(repr, POSITION_EXTENSIONS))
-        raise ValueError(f"position_extension={position_extension!r} is not one of {allowed}.")
+    check_extension(position_extension)
     # checked on the checkpoint's config: errors come before gigabytes are read
     if isinstance(model_or_id, PreTrainedModel):
         if auto_class is not None or from_pretrained_kwargs:
@@ -121,7 +120,7 @@ def convert(
             "A PEFT model is merged first: model.merge_and_unload()."
         )
 
-    _extend_positions(state, base, new_config, position_extension)
+    extend_table(state, base, new_config, position_extension)
     state |= _attention_state(base, new_config)
     device = base.device
     loaded: Any = cls.from_pretrained(
@@ -131,7 +130,7 @@ def convert(
         dtype=base.dtype,
         device_map=device_map,
         output_loading_info=True,
-        **_init_options(base),
+        **init_options(base),
     )
     model, report = loaded
     problems = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -161,32 +160,6 @@ def convert(
     return model.eval() if device_map is not None else model.to(device).eval()
 
 
-def extend_positions(model: PreTrainedModel, max_length: int, *, position_extension: str = "repeat") -> PreTrainedModel:
-    """The same softmax model with room for `max_length` tokens, its positions made longer as `convert` does it.
-
-    What a converted model is compared with on long documents. A model with room enough is returned as it is.
-
-    Raises:
-        ValueError: the architecture is not supported, or `position_extension` is not "repeat" or "interpolate".
-    """
-    if position_extension not in POSITION_EXTENSIONS:
-        allowed = ", ".join(map(repr, POSITION_EXTENSIONS))
-        raise ValueError(f"position_extension={position_extension!r} is not one of {allowed}.")
-    if model.config.model_type not in FAMILIES:
-        raise _unsupported(model.config)
-    config = copy.deepcopy(model.config)
-    offset = position_offset(config)
-    if config.max_position_embeddings - offset >= max_length:
-        return model
-    config.max_position_embeddings = max_length + offset
-    state = dict(model.state_dict())
-    _extend_positions(state, model, config, position_extension)
-    longer: Any = type(model)
-    options = _init_options(model)
-    extended = longer.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype, **options)
-    return extended.to(model.device).eval()
-
-
 def checked_texts(texts: Any, name: str) -> list[str]:
     """The texts as a list.
 
@@ -200,12 +173,6 @@ def checked_texts(texts: Any, name: str) -> list[str]:
         kinds = ", ".join(sorted({type(text).__name__ for text in listed}))
         raise TypeError(f"{name} holds {kinds}; it must be a list of strings.")
     return listed
-
-
-def _init_options(base: PreTrainedModel) -> dict[str, Any]:
-    """What a model was made with beside its config: whether it has a pooler."""
-    takes = "add_pooling_layer" in inspect.signature(type(base).__init__).parameters
-    return {"add_pooling_layer": False} if takes and getattr(base, "pooler", None) is None else {}
 
 
 def _origin(config: PreTrainedConfig) -> dict[str, str]:
@@ -234,20 +201,10 @@ def _attention_config(config: AttentionConfig | str, seed: int | None) -> Attent
     return dataclasses.replace(config, seed=config.seed if seed is None else seed)
 
 
-def _unsupported(config: PreTrainedConfig) -> ValueError:
-    if config.model_type.startswith(MODEL_TYPE_PREFIX):
-        return ValueError(
-            f"model_type={config.model_type!r}: the checkpoint is converted already; start from its base."
-        )
-    return ValueError(
-        f"model_type={config.model_type!r} is not supported. Supported are: {', '.join(sorted(FAMILIES))}."
-    )
-
-
 def _converted_class(architecture: str, config: PreTrainedConfig) -> type[LinAttnPreTrainedModel]:
     """The converted class of an architecture such as "BertForMaskedLM"."""
     if config.model_type not in FAMILIES:
-        raise _unsupported(config)
+        raise unsupported(config)
     heads = HEAD_CLASSES[config.model_type]
     if architecture not in heads:
         raise ValueError(
@@ -277,7 +234,7 @@ def _resolve(
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
     rest |= {key: kwargs[key] for key in kept if key in kwargs}
     if config.model_type not in FAMILIES:
-        raise _unsupported(config)
+        raise unsupported(config)
     if name is None:
         if not config.architectures:
             raise ValueError(
@@ -308,32 +265,14 @@ def converted_config(base: PreTrainedConfig, config: AttentionConfig, max_length
     Raises:
         ValueError: the settings, the lengths and the base do not fit together.
     """
-    if config.max_length is not None and max_length not in (None, config.max_length):
-        raise ValueError(f"max_length={max_length}, but the config says max_length={config.max_length}.")
-    offset = position_offset(base)
-    positions = base.max_position_embeddings - offset
-    if max_length is None:
-        max_length = positions if config.max_length is None else config.max_length
-    # rotary positions have no table that a shorter length would have to cut
-    least = 1 if FAMILIES[base.model_type].position_table is None else positions
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < least:
-        raise ValueError(
-            f"max_length={max_length!r} must be an integer of at least {least}; leave it out to keep the checkpoint's "
-            f"{positions} positions."
-        )
-    rope = (getattr(base, "rope_parameters", None) or {}).get("rope_type", "default")
-    if max_length > positions and rope in _ROPE_TYPES_BOUND_TO_LENGTH:
-        raise ValueError(
-            f"max_length={max_length}: rope_type={rope!r} scales rotary positions by max_position_embeddings, which a "
-            f"longer conversion would change; leave max_length out to keep {positions}."
-        )
+    max_length = checked_length(base, config.max_length, max_length)
     settings = with_exact_length(dataclasses.replace(config, max_length=max_length), base)
     values = base.to_dict()
     for field in ("model_type", "transformers_version", "auto_map"):
         values.pop(field, None)
     # GPT-2 calls it n_positions
     name = getattr(base, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
-    values[name] = max_length + offset
+    values[name] = max_length + position_offset(base)
     converted = CONFIG_CLASSES[base.model_type].from_dict({**values, "linattn": settings.to_dict()})
     converted.name_or_path = ""
     check_config(converted)
@@ -351,31 +290,6 @@ def with_exact_length(config: AttentionConfig, base: PreTrainedConfig) -> Attent
     encoder = not FAMILIES[base.model_type].causal
     readable = base.max_position_embeddings - position_offset(base)
     return dataclasses.replace(config, exact_length=readable if encoder and config.window_size else 0)
-
-
-def _extend_positions(
-    state: dict[str, Tensor], base: PreTrainedModel, config: PreTrainedConfig, position_extension: str
-) -> None:
-    """Lengthen the table of position embeddings in `state` to what the config asks for; rotary models have none."""
-    family = FAMILIES[base.config.model_type]
-    if family.position_table is None:
-        return
-    name = family.position_table
-    if base.base_model is not base:
-        name = f"{base.base_model_prefix}.{name}"
-    table, offset = state[name], position_offset(config) + family.extra_rows
-    length = config.max_position_embeddings - position_offset(config)
-    if table.shape[0] == offset + length:
-        return
-    reserved, positions = table[:offset], table[offset:]
-    if position_extension == "repeat":
-        # the whole table again and again: neighbouring positions stay neighbours almost everywhere
-        longer = positions.repeat(-(-length // positions.shape[0]), 1)[:length]
-    else:
-        # (rows, dim) as a batch of one signal per dimension, stretched along the rows
-        signal = positions.float().T[None]
-        longer = nn.functional.interpolate(signal, size=length, mode="linear", align_corners=True)[0].T
-    state[name] = torch.cat((reserved, longer.to(table.dtype)))
 
 
 def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, Tensor]:

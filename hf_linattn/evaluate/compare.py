@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import tqdm
 
-from ..conversion.convert import POSITION_EXTENSIONS
+from ..conversion.positions import POSITION_EXTENSIONS
 from ..data.documents import DataConfig
 from ..modeling.validation import check_bool, check_choice, check_integer
 from ..utils.files import write_text

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..conversion.convert import convert, extend_positions
+from ..conversion.convert import convert
+from ..conversion.positions import extend_positions
 from ..data.tokenizers import load_tokenizer as saved_tokenizer
 from ..modeling.architectures import FAMILIES, MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from common import write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.conversion.positions import extend_positions
 from measure import MIB, process_peak
 
 SETTINGS: dict[str, AttentionConfig | None] = {

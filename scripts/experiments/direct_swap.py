@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, token_ids, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.data import DataConfig
 from hf_linattn.evaluate import CompareConfig, TaskConfig, compare
 from hf_linattn.evaluate.intervals import bootstrap_interval

@@ -39,7 +39,7 @@ from transformers.utils import logging
 
 import hf_linattn  # noqa: F401  # converted checkpoints load with the auto classes
 from common import experiment_parser, minilm_folder, write_report
-from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.data.documents import DataConfig, load_documents
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function

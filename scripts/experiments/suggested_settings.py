@@ -23,7 +23,7 @@ from hf_linattn import AttentionConfig, convert
 from hf_linattn.analyze import Analysis, Check, suggest
 from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.analyze.suggest import described
-from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
 from hf_linattn.utils.machine import machine, machine_text
 from hf_linattn.utils.markdown import interval_text, table

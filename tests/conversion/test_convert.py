@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
-from hf_linattn.conversion.convert import extend_positions
+from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.modeling.architectures import FAMILIES
 
 from ..helpers import ENCODERS, HEADS, POSITIONS, config_id, converted_model, inputs_for, outputs_of, tiny_model, tokens
