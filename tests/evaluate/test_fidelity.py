@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_linattn.modeling.causal_linformer import causal_linformer_attention_reference
+from hf_linattn.modeling.causal_performer import causal_performer_attention_reference
+from hf_linattn.modeling.linformer import linformer_attention_reference
+from hf_linattn.modeling.performer import performer_attention_reference
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,10 +19,6 @@ from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig,
 from hf_linattn.evaluate.fidelity import LayerFidelity, _channels, _weights, fidelity
 from hf_linattn.modeling.architectures import FAMILIES
 from hf_linattn.modeling.attention_interface import ATTENTION_NAME
-from hf_linattn.modeling.causal_linformer import causal_linformer_attention_reference
-from hf_linattn.modeling.causal_performer import causal_performer_attention_reference
-from hf_linattn.modeling.linformer import linformer_attention_reference
-from hf_linattn.modeling.performer import performer_attention_reference
 
 from ..helpers import (
     CAUSAL,
