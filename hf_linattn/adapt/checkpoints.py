@@ -9,10 +9,12 @@ be read by any number of processes.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..utils.files import replacing
 from . import deepspeed_state
 
 try:
@@ -28,7 +31,77 @@ try:
 except ImportError:  # torch built without torch.distributed
     DTensor = distribute_tensor = None  # type: ignore[assignment,misc]
 
+#: Folders in that of the run: the last checkpoint, the best evaluation, and the weights before NaN or Inf.
+LAST, BEST, DIVERGED = "checkpoint", "best", "diverged"
+
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass
+class Progress:
+    """Where a stage stands. `seconds` is the time spent in steps, of all starts together."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_loss: float = math.inf
+    best_step: int = -1
+    # of the evaluations
+    first_loss: float | None = None
+    last_loss: float | None = None
+    scaler: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StageCheckpoints:
+    """The checkpoints of one stage. What writes is called by the first process.
+
+    Args:
+        training: folder of the run.
+        stage: index of the stage.
+        data: digest of the documents; None of a stream.
+        past: what the state has of earlier stages and starts, see `RunState`.
+    """
+
+    training: Path
+    stage: int
+    data: str | None
+    past: dict[str, Any]
+
+    def save(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], progress: Progress) -> None:
+        """The last checkpoint, which a killed run goes on from."""
+        state = {"stage": self.stage, "progress": asdict(progress), "data": self.data}
+        write(self.training / LAST, model, optimizer, state | self.past)
+
+    def save_end(self, model: dict[str, Tensor], past: dict[str, Any]) -> None:
+        """What the stage ends with: the checkpoint that the next one begins with."""
+        write(self.training / LAST, model, None, {"stage": self.stage + 1, "progress": {}} | past)
+
+    def save_best(self, model: dict[str, Tensor], progress: Progress) -> None:
+        """The weights of the best evaluation so far."""
+        write(self.training / BEST, model, None, {"stage": self.stage, "step": progress.step})
+
+    def save_diverged(self, model: dict[str, Tensor], progress: Progress) -> None:
+        """The weights before a step that gave NaN or Inf."""
+        write(self.training / DIVERGED, model, None, {"stage": self.stage, "step": progress.step})
+
+    def has_best(self, progress: Progress) -> bool:
+        """Whether the best weights that are kept are those that `progress` knows.
+
+        They are not where a run was killed after an evaluation that came after the last checkpoint.
+        """
+        kept = find(self.training / BEST)
+        if kept is None:
+            return False
+        with readable(kept):
+            return read_state(kept) == {"stage": self.stage, "step": progress.best_step}
+
+    def read_best(self, progress: Progress) -> dict[str, Tensor]:
+        """The weights of the best evaluation."""
+        kept = find(self.training / BEST)
+        assert kept is not None and self.has_best(progress)
+        with readable(kept):
+            return read_model(kept)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -103,30 +176,34 @@ def _copy(target: Tensor, value: Tensor) -> None:
 
 
 def write(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor] | None, state: dict[str, Any]) -> None:
-    """Write a checkpoint beside the one that is there, and then in its place. Called by the first process."""
+    """Write a checkpoint beside the one that is there, and then in its place. Called by the first process.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written; the one that is there is intact.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished, aside = folder.with_name(f".{folder.name}-new"), folder.with_name(f".{folder.name}-old")
-    for leftover in (unfinished, aside):
-        if leftover is unfinished or folder.exists():
-            shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in model.items()}, unfinished / _MODEL)
-    if optimizer is not None:
-        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, unfinished / _OPTIMIZER)
-    (unfinished / _STATE).write_text(json.dumps(state, indent=1) + "\n")
-    for file in unfinished.iterdir():
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
-    # a folder cannot take another one's place at once: killed between the two, `find` takes the one aside
-    if folder.exists():
-        folder.rename(aside)
-    unfinished.rename(folder)
+    for leftover in _unfinished(folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside = _aside(folder)
+    with replacing(folder) as unfinished:
+        unfinished.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in model.items()}, unfinished / _MODEL)
+        if optimizer is not None:
+            save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, unfinished / _OPTIMIZER)
+        (unfinished / _STATE).write_text(json.dumps(state, indent=1) + "\n")
+        for file in unfinished.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        # a folder cannot take another one's place at once: killed between the two, `find` takes the one aside
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def find(folder: Path) -> Path | None:
     """The folder itself, or the one that was moved aside for it when the run was killed, or None."""
-    for candidate in (folder, folder.with_name(f".{folder.name}-old")):
+    for candidate in (folder, _aside(folder)):
         if (candidate / _STATE).is_file():
             return candidate
     return None
@@ -134,8 +211,17 @@ def find(folder: Path) -> Path | None:
 
 def remove(folder: Path) -> None:
     """The checkpoint, and what a start that was killed left of it."""
-    for candidate in (folder, *(folder.with_name(f".{folder.name}-{kind}") for kind in ("new", "old"))):
+    for candidate in (folder, _aside(folder), *_unfinished(folder)):
         shutil.rmtree(candidate, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}-old")
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    """What starts that were killed left of a checkpoint that they were writing."""
+    return list(folder.parent.glob(f".{folder.name}.*"))
 
 
 @contextmanager

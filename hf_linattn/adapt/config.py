@@ -1,7 +1,9 @@
 """The settings of an adaptation. The defaults are what did best so far on a sentence encoder of 23M parameters."""
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from ..modeling.validation import check_bool, check_choice, check_integer, check_number
 
 TASKS = ("sequence-classification", "masked-lm", "causal-lm")
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -146,27 +148,7 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, kind = getattr(self, f.name), getattr(f.type, "__name__", str(f.type))
-            if value is None and "None" in kind:
-                continue
-            if kind.startswith("int"):
-                least = 0 if f.name in _MAY_BE_ZERO else 1
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise ValueError(f"{f.name}={value!r} must be an integer of at least {least}.")
-            elif kind.startswith("float"):
-                number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-                if f.name in _SHARES and not (number and 0 <= value <= 1):
-                    raise ValueError(f"{f.name}={value!r} must be a number from 0 to 1.")
-                if f.name in _BELOW_ONE and value == 1:
-                    raise ValueError(f"{f.name}={value!r} must be below 1.")
-                if not number or value < 0 or (f.name in _ABOVE_ZERO and value == 0):
-                    allowed = "above 0" if f.name in _ABOVE_ZERO else "of at least 0"
-                    raise ValueError(f"{f.name}={value!r} must be a finite number {allowed}.")
-            elif kind == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{f.name}={value!r} must be True or False.")
-            if "choices" in f.metadata and value not in f.metadata["choices"]:
-                allowed = ", ".join(map(repr, f.metadata["choices"]))
-                raise ValueError(f"{f.name}={value!r} is not one of {allowed}.")
+            self._check(f)
         if bool(self.task_steps) != (self.task is not None):
             raise ValueError(f"task_steps={self.task_steps} and task={self.task!r}: give both, or neither.")
         if not any(steps for _, steps in self.stages()):
@@ -183,6 +165,25 @@ class AdaptConfig:
         if targets is not None and (isinstance(targets, str) or not targets):
             raise ValueError(f"lora_targets={targets!r} must be a list of names, at least one.")
 
+    def _check(self, f: Field[Any]) -> None:
+        """Whether a field has a value of its type that is allowed."""
+        owner, name, value = type(self).__name__, f.name, getattr(self, f.name)
+        kind = getattr(f.type, "__name__", str(f.type))
+        if value is None and "None" in kind:
+            return
+        if kind.startswith("int"):
+            check_integer(owner, name, value, 0 if name in _MAY_BE_ZERO else 1)
+        elif kind.startswith("float"):
+            check_number(owner, name, value, 0, above=name in _ABOVE_ZERO)
+            if name in _SHARES and value > 1:
+                raise ValueError(f"{owner}: {name}={value!r} must be a number from 0 to 1.")
+            if name in _BELOW_ONE and value >= 1:
+                raise ValueError(f"{owner}: {name}={value!r} must be below 1.")
+        elif kind == "bool":
+            check_bool(owner, name, value)
+        if "choices" in f.metadata:
+            check_choice(owner, name, value, f.metadata["choices"])
+
     def stages(self) -> list[tuple[str, int]]:
         """Names and steps of the stages, in their order."""
         steps = (("transfer", self.transfer_steps), ("distil", self.distil_steps), ("task", self.task_steps))
@@ -192,4 +193,4 @@ class AdaptConfig:
 _MAY_BE_ZERO = ("transfer_steps", "distil_steps", "task_steps", "warmup_steps", "lora_rank", "eval_sequences", "seed")
 _ABOVE_ZERO = ("temperature", "max_grad_norm", "lora_alpha")
 _BELOW_ONE = ("lora_dropout", "adam_beta2")
-_SHARES = ("window_dropout", "mask_probability", "lora_dropout", "adam_beta2")
+_SHARES = ("window_dropout", "mask_probability")

@@ -1,8 +1,8 @@
 """Weights and Adam's moments of a model that DeepSpeed trains (ZeRO-1 and ZeRO-2), whole, out of its partitions.
 
-DeepSpeed keeps float32 weights and the optimizer's tensors in flat pieces, one for each process, and hides them behind
-functions of each parameter (`deepspeed.utils`), which all processes must call together. Nothing of DeepSpeed is
-imported before it is used.
+DeepSpeed keeps float32 weights and the optimizer's tensors in flat partitions, one for each process, and hides them
+behind functions of each parameter (`deepspeed.utils`), which all processes must call together. Nothing of DeepSpeed
+is imported before it is used.
 """
 
 from collections.abc import Iterator
@@ -42,13 +42,13 @@ def optimizer_state(optimizer: Any, names: dict[nn.Parameter, str]) -> dict[str,
     if not states:
         return {}
     _link(optimizer)
-    found = {}
+    tensors = {}
     for parameter, name in names.items():
         if partitioned(parameter):
             for key in _MOMENTS:
-                found[f"{name}|{key}"] = safe_get_full_optimizer_state(parameter, key).cpu()
-            found[f"{name}|{_STEP}"] = states[0][_STEP].cpu().clone()
-    return found
+                tensors[f"{name}|{key}"] = safe_get_full_optimizer_state(parameter, key).cpu()
+            tensors[f"{name}|{_STEP}"] = states[0][_STEP].cpu().clone()
+    return tensors
 
 
 @torch.no_grad()

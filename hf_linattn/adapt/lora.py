@@ -65,12 +65,12 @@ def add_adapter(model: LinAttnPreTrainedModel, config: AdaptConfig, drawn: Itera
 
 def _modules_of(model: nn.Module, parameters: set[str]) -> list[str]:
     """The largest modules all of whose parameters are in `parameters`."""
-    found: list[str] = []
+    largest: list[str] = []
     for name, module in model.named_modules():
         own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
-        if own and parameters.issuperset(own) and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-    return found
+        if own and parameters.issuperset(own) and not any(name.startswith(f"{outer}.") for outer in largest):
+            largest.append(name)
+    return largest
 
 
 def merged(model: PeftModel) -> LinAttnPreTrainedModel:

@@ -22,7 +22,7 @@ from ..data.tokenizers import tokenizer_of
 from ..modeling.architectures import FAMILIES
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
 from ..modeling.modeling_linattn import LinearAttention, linear_attention
-from ..utils.reports import checkpoint_name
+from ..utils.labels import checkpoint_name
 from .config import AnalyzeConfig, candidates_for
 from .cost import Cost, linear_layers_operations, measure
 from .spectra import HeadStatistics, LayerStatistics, LayerSums

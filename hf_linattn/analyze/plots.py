@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..utils.reports import save_figure
+from ..utils.figures import save_figure
 from .analysis import Analysis
 from .suggest import Suggestion, described
 

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..utils.reports import attention_text, machine, machine_text, table, write_whole
+from ..utils.files import write_text
+from ..utils.labels import attention_text
+from ..utils.machine import machine, machine_text
+from ..utils.markdown import table
 from .analysis import Analysis, Candidate
 from .plots import draw_plots
 from .spectra import SHARES, LayerStatistics
@@ -26,14 +29,14 @@ def write_report(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "analysis.json", json.dumps(analysis.to_dict()) + "\n")
+    write_text(folder / "analysis.json", json.dumps(analysis.to_dict()) + "\n")
     if suggestion is not None:
-        write_whole(folder / "suggestion.json", json.dumps(suggestion.to_dict(), indent=1) + "\n")
+        write_text(folder / "suggestion.json", json.dumps(suggestion.to_dict(), indent=1) + "\n")
     try:
         plots = draw_plots(analysis, folder, suggestion)
     except ImportError:
         plots = []
-    write_whole(folder / "report.md", markdown(analysis, suggestion, plots, command=command))
+    write_text(folder / "report.md", markdown(analysis, suggestion, plots, command=command))
     return folder / "report.md"
 
 

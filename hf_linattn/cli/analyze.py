@@ -14,7 +14,7 @@ from ..analyze.report import layer_table, suggestion_text, write_report
 from ..analyze.suggest import BUDGETS
 from ..data.documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig
-from ..utils.reports import checkpoint_name
+from ..utils.labels import checkpoint_name
 from .options import add_options, taken
 
 

@@ -9,7 +9,7 @@ from accelerate import PartialState
 
 from ..data.documents import DataConfig
 from ..evaluate import TASKS, CompareConfig, TaskConfig, compare
-from ..evaluate.report import task_tables
+from ..evaluate.report import task_tables, written_text
 from .options import add_options, taken
 
 
@@ -67,4 +67,4 @@ def run(given: dict[str, Any]) -> None:
     if PartialState().is_main_process:
         name = report["tasks"][-1]["name"]
         print("\n\n".join(text for task in report["tasks"] if task["name"] == name for text in task_tables(task)))
-        print(f"\nWritten: {options.output}/report.md, report.json and plots.")
+        print(f"\n{written_text(options.output)}")

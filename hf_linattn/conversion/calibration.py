@@ -11,11 +11,15 @@ model, and forgotten before the next one runs, so that memory holds one layer at
   for any mu, nu and a, whose factors before the mean can be written into the features. The variance of FAVOR+ grows
   with |q + k|^2 (Choromanski et al. 2021, arXiv:2009.14794, Lemma 2): mu and nu are the means of keys and queries, and
   a makes both equally long. Then they are trained on the layer's own output.
+* Features of a map with `init="moments"` are matched to the moments of queries and keys, in closed form (`moments`);
+  those of `learned` are then trained.
+* Prototypes of clusters are the centers of k-means over keys (`clustering`).
 * The projections of Linformer (`learned`) are trained likewise, from segment means on.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate.utils import tqdm
@@ -25,6 +29,8 @@ from transformers import PreTrainedModel
 from ..modeling.architectures import FAMILIES
 from ..modeling.feature_maps import FeatureMap
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, self_attentions
+from .clustering import cluster_centers
+from .moments import match_moments
 from .softmax import AttentionCall, watch_attention
 
 #: Steps of training, and sequences in each.
@@ -92,6 +98,8 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
     if not fitted:
         raise ValueError("calibration_texts: far=False in all layers leaves nothing to fit.")
     for module in fitted:
+        if has_closed_form(module.config):
+            continue
         if module.config.method == "performer":
             if module.config.feature_map != "learned":
                 raise ValueError(
@@ -105,7 +113,30 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
             )
 
 
+def has_closed_form(config: Any) -> bool:
+    """Whether data are needed for a start that is found without training: moments, or prototypes of clusters."""
+    return getattr(config, "init", None) == "moments" or (
+        getattr(config, "projection", None) == "cluster" and config.landmarks == "prototypes"
+    )
+
+
+@torch.no_grad()
+def _set_closed_form(module: LinearAttention, call: AttentionCall) -> None:
+    query, key = (_real(x.float(), call.lengths) for x in (call.query, call.key))
+    if module.config.method == "performer":
+        module.far_part.feature_map.set_moments(match_moments(query, key))
+        return
+    # in the space of the keys themselves
+    centers = module.far_part.prototypes.centers
+    centers.copy_(cluster_centers(key / call.root, centers.shape[1]))
+
+
 def _fit(module: LinearAttention, call: AttentionCall) -> None:
+    if has_closed_form(module.config):
+        _set_closed_form(module, call)
+        if getattr(module.config, "feature_map", None) == "learned":
+            _train(module, call, _RATES["features"])
+        return
     if module.config.method == "performer":
         center(module.far_part.feature_map, call.query, call.key, call.lengths)
         _train(module, call, _RATES["features"])

@@ -17,7 +17,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..data.tokenizers import tokenizer_of
 from ..modeling.architectures import FAMILIES, MODEL_TYPE_PREFIX
-from ..modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig, method_class
+from ..modeling.configuration_linattn import (
+    CONFIG_CLASSES,
+    AttentionConfig,
+    LayerwiseConfig,
+    LinAttnConfig,
+    method_class,
+)
 from ..modeling.modeling_linattn import (
     AUTO_CLASSES,
     HEAD_CLASSES,
@@ -312,7 +318,7 @@ def converted_config(base: PreTrainedConfig, config: AttentionConfig, max_length
             f"max_length={max_length}: rope_type={rope!r} scales rotary positions by max_position_embeddings, which a "
             f"longer conversion would change; leave max_length out to keep {positions}."
         )
-    settings = dataclasses.replace(config, max_length=max_length)
+    settings = with_exact_length(dataclasses.replace(config, max_length=max_length), base)
     values = base.to_dict()
     for field in ("model_type", "transformers_version", "auto_map"):
         values.pop(field, None)
@@ -323,6 +329,19 @@ def converted_config(base: PreTrainedConfig, config: AttentionConfig, max_length
     converted.name_or_path = ""
     check_config(converted)
     return converted
+
+
+def with_exact_length(config: AttentionConfig, base: PreTrainedConfig) -> AttentionConfig:
+    """The settings with `exact_length` set where it was left out: see there."""
+    if isinstance(config, LayerwiseConfig):
+        return dataclasses.replace(
+            config, by_layer={index: with_exact_length(its_own, base) for index, its_own in config.by_layer.items()}
+        )
+    if config.exact_length is not None:
+        return config
+    encoder = not FAMILIES[base.model_type].causal
+    readable = base.max_position_embeddings - position_offset(base)
+    return dataclasses.replace(config, exact_length=readable if encoder and config.window_size else 0)
 
 
 def _extend_positions(

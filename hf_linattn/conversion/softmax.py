@@ -56,14 +56,22 @@ class AttentionCall:
         query, key: (batch, heads, length, head_dim), multiplied by the square root of the softmax scale; keys and
             values that several query heads share are repeated.
         value, output: (batch, heads, length, head_dim).
-        lengths: (batch,) number of real tokens per row, which stand first; None where nothing is padded.
+        lengths: (batch,) number of valid tokens per row, which stand first; None where nothing is padded.
+        root: the square root of the layer's own scale.
     """
 
     def __init__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, output: Tensor
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor | None,
+        output: Tensor,
+        root: float = 1.0,
     ) -> None:
         self.layer, self.query, self.key, self.value = layer, query, key, value
-        self.lengths, self.output = lengths, output
+        self.lengths, self.output, self.root = lengths, output, root
 
 
 @contextmanager
@@ -92,7 +100,7 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
         query, key, value, lengths = args[:4]
         # half of the scale to each side
         root = kwargs["scale"] ** 0.5
-        return visit(AttentionCall(next(layers), query * root, key * root, value, lengths, output))
+        return visit(AttentionCall(next(layers), query * root, key * root, value, lengths, output, root))
 
     attentions: list[Any] = [attention for _, attention in self_attentions(model, family)]
     handles = [model.base_model.register_forward_pre_hook(restart)]

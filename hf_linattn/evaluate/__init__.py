@@ -1,7 +1,6 @@
 """Comparisons of a checkpoint with its conversions: quality with intervals, time, memory, fidelity, report."""
 
 from .compare import CompareConfig, compare
-from .tasks import TASKS
-from .tasks.base import TaskConfig
+from .tasks import TASKS, TaskConfig
 
 __all__ = ["TASKS", "CompareConfig", "TaskConfig", "compare"]

@@ -29,6 +29,8 @@ from ..conversion.softmax import SoftmaxAttention
 from ..modeling.architectures import FAMILIES
 from ..modeling.attention_interface import ATTENTION_NAME
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, position_offset, self_attentions
+from ..modeling.validation import check_integer
+from ..utils.hooks import hooked
 
 # Weights that differ by no more than this share of the greatest one are as great.
 _TIE = 1e-5
@@ -46,7 +48,7 @@ class LayerFidelity:
         cosine: of the two outputs of a token, all heads together; mean over tokens.
         agreement: how often the most attended key is the one that softmax attends to most; where several are
             attended to alike, as the tokens of one summary are, the chance that one of them drawn at random is it.
-        near_mass: share of softmax attention that falls on keys that the exact branch holds.
+        near_mass: share of softmax attention that falls on keys that the exact branch has.
         reassociation_error: relative error of the output against its own weights times the values: rounding.
         approximation_error: relative error of the weights times the values against softmax: features, summaries.
         head_relative_error, head_cosine: the same of each head alone.
@@ -140,8 +142,7 @@ def _check(
             f"base is {base.dtype} on {base.device}, and converted {converted.dtype} on {converted.device}; they must "
             "be the same."
         )
-    if isinstance(queries, bool) or not isinstance(queries, int) or queries < 1:
-        raise ValueError(f"queries={queries!r} must be an integer of at least 1.")
+    check_integer("fidelity", "queries", queries, 1)
     if not documents or not all(len(document) for document in documents):
         raise ValueError("documents is empty, or holds a document without a token.")
     longest = max(len(document) for document in documents)
@@ -163,9 +164,9 @@ def _read(base: PreTrainedModel, document: Sequence[int]) -> None:
 def _compared(
     base: PreTrainedModel, converted: LinAttnPreTrainedModel, positions: Tensor, sums: dict[int, "_Sums"]
 ) -> Iterator[None]:
-    """While this lasts, each attention layer of `base` that runs is compared, and `sums` collects what was found."""
+    """While this lasts, each attention layer of `base` that runs is compared, and `sums` collects the results."""
     family = FAMILIES[base.config.model_type]
-    found: list[_Attention] = []
+    calls: list[_Attention] = []
     # of calls, not of modules: one module may serve several layers
     layers = count()
 
@@ -173,7 +174,7 @@ def _compared(
         query, key, value = args[:3]
         # half of the scale to each side; the measurement's own calls have none
         root = kwargs.get("scale", 1.0) ** 0.5
-        found.append(_Attention(query * root, key * root, value, output))
+        calls.append(_Attention(query * root, key * root, value, output))
 
     def compare(theirs: nn.Module, linear: LinearAttention | None) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -181,31 +182,31 @@ def _compared(
             if linear is None:
                 return
             theirs(*args, **kwargs)
-            softmax, ours = found
+            softmax, ours = calls
             if layer not in sums:
                 sums[layer] = _Sums(heads=ours.query.shape[1])
             sums[layer].add(softmax, ours, linear, positions, causal=family.causal)
             # with what the measurement itself ran
-            found.clear()
+            calls.clear()
 
         return hook
 
-    handles, watched = [], []
+    watched = []
     implementation = base.config._attn_implementation
     try:
         base.set_attn_implementation(ATTENTION_NAME)
         pairs = zip(self_attentions(base, family), self_attentions(converted, family), strict=True)
-        for (_, ours), (_, theirs) in pairs:
-            linear: Any = getattr(theirs, "linattn", None)
-            if linear is not None:
-                ours.linattn = SoftmaxAttention(is_causal=family.causal)
-                watched.append(ours)
-                handles += [x.register_forward_hook(keep, with_kwargs=True) for x in (ours.linattn, linear)]
-            handles.append(ours.register_forward_hook(compare(theirs, linear), with_kwargs=True))
-        yield
+        # short rows too by linear attention: that is what is measured
+        with hooked() as handles, converted.branches(exact=False):
+            for (_, ours), (_, theirs) in pairs:
+                linear: Any = getattr(theirs, "linattn", None)
+                if linear is not None:
+                    ours.linattn = SoftmaxAttention(is_causal=family.causal)
+                    watched.append(ours)
+                    handles += [x.register_forward_hook(keep, with_kwargs=True) for x in (ours.linattn, linear)]
+                handles.append(ours.register_forward_hook(compare(theirs, linear), with_kwargs=True))
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for attention in watched:
             del attention.linattn
         base.set_attn_implementation(implementation)
@@ -225,13 +226,13 @@ class _Sums:
         self, softmax: _Attention, ours: _Attention, linear: LinearAttention, positions: Tensor, *, causal: bool
     ) -> None:
         """One document. `softmax` is the base's attention, `ours` that of `linear`; `positions` (queries,)."""
-        wanted, output = softmax.output[0].double(), ours.output[0].double()
-        self.error += (output - wanted).square().sum((1, 2)).cpu()
-        self.size += wanted.square().sum((1, 2)).cpu()
+        target, output = softmax.output[0].double(), ours.output[0].double()
+        self.error += (output - target).square().sum((1, 2)).cpu()
+        self.size += target.square().sum((1, 2)).cpu()
         # (heads, length, dim), and all heads of a token as one vector: (length, heads * dim)
-        self.head_cosine += F.cosine_similarity(output, wanted, dim=-1).sum(-1).cpu()
-        tokens, wanted_tokens = (x.transpose(0, 1).flatten(1) for x in (output, wanted))
-        self.cosine += float(F.cosine_similarity(tokens, wanted_tokens, dim=-1).sum())
+        self.head_cosine += F.cosine_similarity(output, target, dim=-1).sum(-1).cpu()
+        tokens, target_tokens = (x.transpose(0, 1).flatten(1) for x in (output, target))
+        self.cosine += float(F.cosine_similarity(tokens, target_tokens, dim=-1).sum())
         self.tokens += output.shape[1]
 
         exact = _softmax_weights(softmax, positions, causal=causal)
@@ -240,22 +241,23 @@ class _Sums:
         greatest = weights.amax(-1, keepdim=True)
         ours_top = weights >= greatest - _TIE * greatest.abs()
         self.agreement += float(((top & ours_top).sum(-1) / ours_top.sum(-1)).sum())
-        if near := _near(linear, ours, positions):
-            self.near_mass += float((exact * near[0]).sum())
+        near = _near(linear, ours, positions, causal=causal)
+        if near is not None:
+            self.near_mass += float((exact * near).sum())
         self.rows += exact.shape[0] * exact.shape[1]
 
         # (heads, queries, dim)
         weighted = weights.double() @ ours.value[0].double()
-        outputs = [weighted, output[:, positions], wanted[:, positions]]
+        outputs = [weighted, output[:, positions], target[:, positions]]
         if getattr(linear.config, "projection", None) in _PER_CHANNEL:
             # the weights of a query are those of one channel
             channel = _channels(positions, weighted.shape[-1])[None, :, None].expand(len(weighted), -1, 1)
             outputs = [x.gather(-1, channel) for x in outputs]
-        weighted, output, wanted = outputs
+        weighted, output, target = outputs
         self.reassociation += float((output - weighted).square().sum())
         self.weighted += float(weighted.square().sum())
-        self.approximation += float((weighted - wanted).square().sum())
-        self.sampled += float(wanted.square().sum())
+        self.approximation += float((weighted - target).square().sum())
+        self.sampled += float(target.square().sum())
 
     def result(self, layer: int) -> LayerFidelity:
         return LayerFidelity(
@@ -298,8 +300,7 @@ def _weights(linear: LinearAttention, query: Tensor, key: Tensor, value: Tensor,
     """
     leaf = value.detach().float().requires_grad_()
     with torch.enable_grad():
-        # only a decoder's layers take a cache
-        output = linear(query.float(), key.float(), leaf, None, *((None,) if linear.causal else ()))
+        output = linear(query.float(), key.float(), leaf)
     rows = []
     for chosen in positions.split(value.shape[-1]):
         channel = _channels(chosen, value.shape[-1])
@@ -311,17 +312,17 @@ def _weights(linear: LinearAttention, query: Tensor, key: Tensor, value: Tensor,
     return torch.cat(rows, dim=1)
 
 
-def _near(linear: LinearAttention, attention: _Attention, positions: Tensor) -> list[Tensor]:
-    """Which keys the exact branch holds for the queries at `positions`, (heads, queries, length); [] without one."""
+def _near(linear: LinearAttention, attention: _Attention, positions: Tensor, *, causal: bool) -> Tensor | None:
+    """Which keys the exact branch has for the queries at `positions`, (heads, queries, length); None without one."""
     config = linear.config
-    # without a window, a causal Linformer still sees the query's own segment exactly
-    has_near = config.window_size or config.global_tokens or (linear.causal and config.method == "linformer")
-    if not (config.near and has_near):
-        return []
-    far, config.far = config.far, False
+    # without a window, a causal Linformer still has the query's own segment exactly
+    own_segment = causal and config.method == "linformer"
+    if not (linear.near and (config.window_size or config.global_tokens or own_segment)):
+        return None
+    far, linear.far = linear.far, False
     try:
         # with queries and keys of zeros all weights are the same
         nothing = torch.zeros_like(attention.query), torch.zeros_like(attention.key)
-        return [_weights(linear, *nothing, attention.value, positions) > 0]
+        return _weights(linear, *nothing, attention.value, positions) > 0
     finally:
-        config.far = far
+        linear.far = far

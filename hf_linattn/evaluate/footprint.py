@@ -15,12 +15,12 @@ from transformers.utils import logging
 
 from ..modeling.configuration_linattn import AttentionConfig
 from ..utils.memory import PeakMemory
-from .models import Column, load_model
+from .models import ComparedModel, load_model
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One column at one length, batch 1: median seconds of a forward pass, and peak memory beyond the model."""
+    """One model at one length, batch 1: median seconds of a forward pass, and peak memory beyond the model."""
 
     column: str
     length: int
@@ -29,11 +29,11 @@ class Footprint:
     peak_bytes: int
 
 
-def footprint(column: Column, base: str, length: int, *, repeats: int = 3, **options: Any) -> Footprint:
-    """Measure one column at one length, in a process of its own.
+def footprint(compared: ComparedModel, base: str, length: int, *, repeats: int = 3, **options: Any) -> Footprint:
+    """Measure one model at one length, in a process of its own.
 
     Args:
-        column: what is measured; of several seeds the first.
+        compared: what is measured; of several seeds the first.
         base: id or folder of the softmax checkpoint.
         length: tokens.
         repeats: forward passes after the first, of which the median counts.
@@ -42,9 +42,9 @@ def footprint(column: Column, base: str, length: int, *, repeats: int = 3, **opt
     Raises:
         RuntimeError: the process failed; the message has the end of what it said.
     """
-    source = column.sources[0]
+    source = compared.sources[0]
     call = {
-        "column": asdict(column) | {"sources": [source if isinstance(source, str) else source.to_dict()]},
+        "column": asdict(compared) | {"sources": [source if isinstance(source, str) else source.to_dict()]},
         "base": base,
         "length": length,
         "repeats": repeats,
@@ -59,16 +59,16 @@ def footprint(column: Column, base: str, length: int, *, repeats: int = 3, **opt
         env=environment,
     )
     if done.returncode:
-        raise RuntimeError(f"{column.name} at {length} tokens: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"{compared.name} at {length} tokens: {done.stderr.strip()[-500:]}")
     return Footprint(**json.loads(done.stdout.splitlines()[-1]))
 
 
 @torch.no_grad()
 def _measure(call: dict[str, Any]) -> Footprint:
     sources = tuple(AttentionConfig.from_dict(s) if isinstance(s, dict) else s for s in call["column"].pop("sources"))
-    column = Column(**call["column"], sources=sources)
+    compared = ComparedModel(**call["column"], sources=sources)
     device = PartialState().device
-    model = load_model(column, call["base"], **call["options"]).to(device)
+    model = load_model(compared, call["base"], **call["options"]).to(device)
     length = call["length"]
     # any tokens will do: linear or softmax, the work does not depend on them
     ids = torch.arange(length, device=device)[None] % min(model.get_input_embeddings().weight.shape[0], 1000)  # type: ignore[operator]
@@ -83,7 +83,7 @@ def _measure(call: dict[str, Any]) -> Footprint:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
-    return Footprint(column.name, length, median, length / median, memory.bytes)
+    return Footprint(compared.name, length, median, length / median, memory.bytes)
 
 
 def main() -> None:

@@ -17,12 +17,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..modeling.validation import check_integer
 from .metrics import MetricFunction
 
 #: What a metric reads, one sequence for each of its arguments, all with one entry per document.
 Arrays: TypeAlias = Sequence[Any]
 
-# Numbers that are held at a time while documents are drawn.
+# Numbers in memory at a time while documents are drawn.
 _CHUNK = 4_000_000
 
 
@@ -62,10 +63,10 @@ def bootstrap_interval(
         ValueError: an argument is not allowed, or the seeds have different numbers of documents.
     """
     _check(resamples, level)
-    column = _Column(function, outcomes_by_seed)
-    draws = _draws(column.documents, (column.seeds,), resamples, seed)
-    resampled = np.concatenate([column.resampled(documents, seeds) for documents, (seeds,) in draws])
-    return _interval(column.value, resampled, column.documents, level)
+    model = _Resampled(function, outcomes_by_seed)
+    draws = _draws(model.documents, (model.seeds,), resamples, seed)
+    resampled = np.concatenate([model.resampled(documents, seeds) for documents, (seeds,) in draws])
+    return _interval(model.value, resampled, model.documents, level)
 
 
 def bootstrap_difference(
@@ -77,28 +78,28 @@ def bootstrap_difference(
     seed: int = 0,
     level: float = 0.95,
 ) -> Interval:
-    """`bootstrap_interval` of the metric of one column minus that of another on the same documents.
+    """`bootstrap_interval` of the metric of one model minus that of another on the same documents.
 
     Both are computed on the same documents in each resample, so that what makes documents easy or hard for both
     drops out. With as many seeds on both sides seeds are pairs and are drawn as such, which is right whether or not
     one has to do with the other; else they are drawn apart.
 
     Raises:
-        ValueError: as `bootstrap_interval`, or the columns have different numbers of documents.
+        ValueError: as `bootstrap_interval`, or the models have different numbers of documents.
     """
     _check(resamples, level)
-    column, other = _Column(function, outcomes_by_seed), _Column(function, other_by_seed)
-    if column.documents != other.documents:
-        raise ValueError(f"The columns have {column.documents} and {other.documents} documents; they must be the same.")
-    counts = (column.seeds,) if column.seeds == other.seeds else (column.seeds, other.seeds)
+    first, other = _Resampled(function, outcomes_by_seed), _Resampled(function, other_by_seed)
+    if first.documents != other.documents:
+        raise ValueError(f"The models have {first.documents} and {other.documents} documents; they must be the same.")
+    counts = (first.seeds,) if first.seeds == other.seeds else (first.seeds, other.seeds)
     differences = [
-        column.resampled(documents, seeds[0]) - other.resampled(documents, seeds[-1])
-        for documents, seeds in _draws(column.documents, counts, resamples, seed)
+        first.resampled(documents, seeds[0]) - other.resampled(documents, seeds[-1])
+        for documents, seeds in _draws(first.documents, counts, resamples, seed)
     ]
-    return _interval(column.value - other.value, np.concatenate(differences), column.documents, level)
+    return _interval(first.value - other.value, np.concatenate(differences), first.documents, level)
 
 
-class _Column:
+class _Resampled:
     """The outcomes of one model for all its seeds, and the metric of any draw of them."""
 
     def __init__(self, function: MetricFunction | Callable[..., float], outcomes_by_seed: Sequence[Arrays]) -> None:
@@ -135,7 +136,7 @@ class _Column:
         if self.values is not None:
             # one seed after the other: (draws, documents) at a time
             return np.mean(
-                [self.values[column[:, None], documents].mean(-1) for column in seeds.T],
+                [self.values[drawn[:, None], documents].mean(-1) for drawn in seeds.T],
                 axis=0,
             )
         results = []
@@ -150,8 +151,8 @@ class _Column:
 def _draws(
     documents: int, seeds: tuple[int, ...], resamples: int, seed: int
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Indices of documents (draws, documents), and of each column's seeds (draws, seeds), some draws at a time."""
-    # apart, so that columns of any number of seeds see the same documents
+    """Indices of documents (draws, documents), and of each model's seeds (draws, seeds), some draws at a time."""
+    # apart, so that models of any number of seeds see the same documents
     of_documents, of_seeds = np.random.default_rng((seed, 0)), np.random.default_rng((seed, 1))
     step = max(_CHUNK // documents, 1)
     for begin in range(0, resamples, step):
@@ -171,7 +172,6 @@ def _interval(value: float, resampled: np.ndarray, documents: int, level: float)
 
 
 def _check(resamples: int, level: float) -> None:
-    if isinstance(resamples, bool) or not isinstance(resamples, int) or resamples < 1:
-        raise ValueError(f"resamples={resamples!r} must be an integer of at least 1.")
+    check_integer("bootstrap", "resamples", resamples, 1)
     if not 0 < level < 1:
         raise ValueError(f"level={level!r} must be between 0 and 1.")

@@ -21,7 +21,7 @@ from ..modeling.architectures import FAMILIES, MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, position_offset
 
-#: The names of the two columns of the base model.
+#: The names of softmax at the checkpoint's own length, and of softmax extended.
 TRUNCATED, EXTENDED = "softmax truncated", "softmax extended"
 _BRANCHES = {"both": (True, True), "near": (True, False), "far": (False, True)}
 # weights that are made anew for some uses of a checkpoint, and have no part in what a task reads
@@ -32,7 +32,7 @@ Source: TypeAlias = str | AttentionConfig
 
 
 @dataclass(frozen=True)
-class Column:
+class ComparedModel:
     """One model of a comparison; of a conversion with several seeds, all of them."""
 
     name: str
@@ -41,7 +41,7 @@ class Column:
     branches: str = "both"  # "both", "near" or "far"
 
     def describe(self, base: str) -> dict[str, Any]:
-        """What the report tells about the column."""
+        """What the report tells about the model."""
         config = None if self.kind != "converted" else _attention_settings(self.sources[0], base)
         return {
             "name": self.name,
@@ -54,10 +54,10 @@ class Column:
         }
 
 
-def make_columns(
+def compared_models(
     base: str, converted: Mapping[str, Source | Sequence[Source]], *, branches: bool = True
-) -> list[Column]:
-    """The columns of a comparison, in the order in which they are shown.
+) -> list[ComparedModel]:
+    """The models of a comparison, in the order in which they are shown.
 
     Args:
         base: id or folder of the softmax checkpoint.
@@ -67,20 +67,20 @@ def make_columns(
     Raises:
         ValueError: a source is no converted checkpoint, or a name is taken.
     """
-    columns = [Column(TRUNCATED, "truncated", (base,)), Column(EXTENDED, "extended", (base,))]
+    models = [ComparedModel(TRUNCATED, "truncated", (base,)), ComparedModel(EXTENDED, "extended", (base,))]
     for name, given in converted.items():
         sources = (given,) if isinstance(given, (str, AttentionConfig)) else tuple(given)
-        if not name or name in (column.name for column in columns):
-            raise ValueError(f"converted={name!r} is not a new, non-empty name of a column.")
-        column = Column(name, "converted", sources)
-        columns.append(column)
+        if not name or name in (compared.name for compared in models):
+            raise ValueError(f"converted={name!r} is not a new, non-empty name of a model.")
+        compared = ComparedModel(name, "converted", sources)
+        models.append(compared)
         settings = [_attention_settings(source, base)[0] for source in sources]
         if branches and all(_has_two_branches(s) for s in settings):
-            columns += [
-                Column(f"{name}, near only", "converted", sources, "near"),
-                Column(f"{name}, far only", "converted", sources, "far"),
+            models += [
+                ComparedModel(f"{name}, near only", "converted", sources, "near"),
+                ComparedModel(f"{name}, far only", "converted", sources, "far"),
             ]
-    return columns
+    return models
 
 
 def base_length(base: str) -> int:
@@ -106,7 +106,7 @@ def load_tokenizer(base: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    column: Column,
+    compared: ComparedModel,
     base: str,
     *,
     seed: int = 0,
@@ -115,12 +115,12 @@ def load_model(
     position_extension: str = "repeat",
     dtype: str | None = None,
 ) -> nn.Module:
-    """The model of one column, in eval mode.
+    """The model itself, in eval mode.
 
     Args:
-        column: of `make_columns`.
+        compared: of `compared_models`.
         base: id or folder of the softmax checkpoint.
-        seed: which of the column's sources.
+        seed: which of its sources.
         auto_class: the head, such as "AutoModel" or "AutoModelForCausalLM".
         max_length: longest document in tokens.
         position_extension: how the base's positions beyond its own get their embeddings; as in `convert`.
@@ -129,11 +129,11 @@ def load_model(
     Raises:
         ValueError: the checkpoint has no trained weights for this head, or takes no documents of that length.
     """
-    source = column.sources[seed]
+    source = compared.sources[seed]
     kwargs = {} if dtype is None else {"dtype": dtype}
-    if column.kind != "converted":
+    if compared.kind != "converted":
         model = _load_with_head(str(source), auto_class, kwargs)
-        if column.kind == "extended":
+        if compared.kind == "extended":
             model = extend_positions(model, max_length, position_extension=position_extension)
         return model.eval()
     if isinstance(source, AttentionConfig):
@@ -147,19 +147,19 @@ def load_model(
     linear = _converted_model(model)
     if (limit := linear.attention_config.max_length) is not None and limit < max_length:
         raise ValueError(
-            f"{column.name}: takes documents of at most max_length={limit} tokens; lengths up to {max_length} were "
+            f"{compared.name}: takes documents of at most max_length={limit} tokens; lengths up to {max_length} were "
             "asked for."
         )
-    near, far = _BRANCHES[column.branches]
-    if column.branches != "both":
+    near, far = _BRANCHES[compared.branches]
+    if compared.branches != "both":
         linear.set_branches(near=near, far=far)
     return model.eval()
 
 
-def fingerprint(column: Column, base: str, seed: int) -> str:
-    """Changes when the column's weights or settings change: what was measured on it then no longer holds."""
-    digest = hashlib.sha256(f"{column.kind} {column.branches}".encode())
-    source = column.sources[seed]
+def fingerprint(compared: ComparedModel, base: str, seed: int) -> str:
+    """Changes when the model's weights or settings change: what was measured on it is then no longer valid."""
+    digest = hashlib.sha256(f"{compared.kind} {compared.branches}".encode())
+    source = compared.sources[seed]
     if isinstance(source, AttentionConfig):
         digest.update(json.dumps(source.to_dict(), sort_keys=True).encode())
         source = base
@@ -167,7 +167,7 @@ def fingerprint(column: Column, base: str, seed: int) -> str:
         _digest_folder(Path(source), digest)
         source = _adapted(source)
     folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
-    if column.branches == "near" and isinstance(column.sources[seed], str):
+    if compared.branches == "near" and isinstance(compared.sources[seed], str):
         _digest_near(folder, digest)
     else:
         _digest_folder(folder, digest)
@@ -230,7 +230,7 @@ def _adapted(adapter: str) -> str:
 
 
 def _attention_settings(source: Source, base: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The attention settings of a converted column, and the record of its training where there is one."""
+    """The attention settings of a conversion, and the record of its training where there is one."""
     if isinstance(source, AttentionConfig):
         return source.to_dict(), None
     if Path(source).resolve() == Path(base).resolve():

@@ -1,9 +1,10 @@
 """The pictures of a report. Matplotlib is optional: `pip install hf-linattn[plots]`."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ..utils.reports import save_figure
+from ..utils.figures import save_figure
 
 _STYLES = {"truncated": {"color": "0.6", "linestyle": "--"}, "extended": {"color": "0.2", "linestyle": "-"}}
 _BRANCH_STYLES = {"both": "-", "near": ":", "far": "-."}
@@ -32,22 +33,27 @@ def draw_plots(report: dict[str, Any], folder: Path) -> list[Path]:
     return paths
 
 
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def slug(name: str) -> str:
     """A name as part of a file's name."""
     return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 
 def _line_styles(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """One colour for each conversion; its branches alone in the same colour, dotted."""
+    """One color for each conversion; its branches alone in the same color, dotted."""
     styles: dict[str, dict[str, Any]] = {}
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     for column in report["columns"]:
         if column["kind"] != "converted":
             styles[column["name"]] = _STYLES[column["kind"]]
             continue
         whole = column["name"].removesuffix(", near only").removesuffix(", far only")
-        colour = colours.setdefault(whole, f"C{len(colours)}")
-        styles[column["name"]] = {"color": colour, "linestyle": _BRANCH_STYLES[column["branches"]]}
+        color = colors.setdefault(whole, f"C{len(colors)}")
+        styles[column["name"]] = {"color": color, "linestyle": _BRANCH_STYLES[column["branches"]]}
     return styles
 
 

@@ -9,9 +9,12 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..utils.reports import attention_text, checkpoint_name, interval_text, machine_text, table, write_whole
+from ..utils.files import write_text
+from ..utils.labels import attention_text, checkpoint_name
+from ..utils.machine import machine_text
+from ..utils.markdown import interval_text, table
 from .models import EXTENDED, TRUNCATED
-from .plots import draw_plots, slug
+from .plots import draw_plots, has_matplotlib, slug
 
 FORMAT_VERSION = 1
 _MIB = 1024 * 1024
@@ -91,12 +94,16 @@ def _with_earlier_cells(task: dict[str, Any], earlier: list[dict[str, Any]]) -> 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """report.json, report.md and, where matplotlib is installed, the plots."""
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        plots = draw_plots(report, folder)
-    except ImportError:
-        plots = []
-    write_whole(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    write_whole(folder / "report.md", markdown(report, plots) + "\n")
+    plots = draw_plots(report, folder) if has_matplotlib() else []
+    write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_text(folder / "report.md", markdown(report, plots) + "\n")
+
+
+def written_text(folder: str | Path) -> str:
+    """What `write_report` has written, in one line; without matplotlib, what installs it."""
+    if has_matplotlib():
+        return f"Written: {folder}/report.md, report.json and plots."
+    return f"Written: {folder}/report.md and report.json; for plots: pip install 'hf-linattn[plots]'."
 
 
 def markdown(report: dict[str, Any], plots: Sequence[Path] = ()) -> str:

@@ -1,8 +1,7 @@
-"""One column of a comparison at work: its model, loaded when it is first needed, and embeddings that are kept."""
+"""One model of a comparison at work: loaded when it is first needed; its embeddings are kept."""
 
 import gc
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +13,9 @@ from accelerate import PartialState
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
+from ..utils.files import replacing
 from .batches import mean_pooled, run_batches
-from .models import Column, base_length, fingerprint, load_model
+from .models import ComparedModel, base_length, fingerprint, load_model
 
 Result = TypeVar("Result")
 POOLINGS = ("mean", "cls")
@@ -24,12 +24,12 @@ _PORTION = 200_000
 
 
 class Runner:
-    """Runs the model of one column, and one of its seeds, over documents.
+    """Runs one model of a comparison, of one of its seeds, over documents.
 
     Args:
-        column: what to run.
+        compared: what to run.
         base: id or folder of the softmax checkpoint.
-        seed: which of the column's sources.
+        seed: which of its sources.
         auto_class: the head.
         max_length: longest document in tokens.
         batch_tokens: most tokens of one batch.
@@ -40,7 +40,7 @@ class Runner:
 
     def __init__(
         self,
-        column: Column,
+        compared: ComparedModel,
         base: str,
         *,
         seed: int,
@@ -52,7 +52,7 @@ class Runner:
         position_extension: str = "repeat",
         dtype: str | None = None,
     ) -> None:
-        self.column, self.base, self.seed = column, base, seed
+        self.compared, self.base, self.seed = compared, base, seed
         self._options: dict[str, Any] = {
             "auto_class": auto_class,
             "max_length": max_length,
@@ -64,21 +64,21 @@ class Runner:
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that the column reads of a document: the truncated one's own length, else no limit."""
-        return base_length(self.base) if self.column.kind == "truncated" else None
+        """The most tokens that the model reads of a document: its own length if it is truncated, else no limit."""
+        return base_length(self.base) if self.compared.kind == "truncated" else None
 
     @cached_property
     def key(self) -> str:
-        """Changes when what this column computes changes."""
-        options = "" if self.column.kind == "truncated" else str(sorted(self._options.items()))
+        """Changes when what this model computes changes."""
+        options = "" if self.compared.kind == "truncated" else str(sorted(self._options.items()))
         options += str(self._options["dtype"])
-        return fingerprint(self.column, self.base, self.seed) + hashlib.sha256(options.encode()).hexdigest()[:8]
+        return fingerprint(self.compared, self.base, self.seed) + hashlib.sha256(options.encode()).hexdigest()[:8]
 
     @property
     def model(self) -> nn.Module:
         """The model, on this process's device."""
         if self._model is None:
-            loaded = load_model(self.column, self.base, seed=self.seed, **self._options)
+            loaded = load_model(self.compared, self.base, seed=self.seed, **self._options)
             self._model = loaded.to(PartialState().device)
         return self._model
 
@@ -94,14 +94,14 @@ class Runner:
         documents: Sequence[Sequence[int]],
         read: Callable[[nn.Module, Tensor, Tensor, list[int]], list[Result]],
     ) -> list[Result]:
-        """`run_batches` of this column's model."""
+        """`run_batches` of this model."""
         return run_batches(
             self.model,
             documents,
             read,
             batch_tokens=self._batch_tokens,
             pad_token_id=self._pad_token_id,
-            desc=self.column.name,
+            desc=self.compared.name,
         )
 
     def embed(self, documents: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
@@ -149,8 +149,6 @@ def _portions(items: list[tuple[str, Sequence[int]]]) -> list[list[tuple[str, Se
 
 
 def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Write the whole file, or leave the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file(tensors, unfinished)
-    os.replace(unfinished, path)
+    with replacing(path) as unfinished:
+        save_file(tensors, unfinished)

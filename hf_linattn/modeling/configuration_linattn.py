@@ -21,10 +21,15 @@ from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
 from .merge import merge  # noqa: F401
 from .projections import PROJECTIONS, SHARING
-from .validation import check_choice, check_integer
+from .validation import check_bool, check_choice, check_integer
+
+#: What keys are clustered around.
+LANDMARKS = ("keys", "prototypes")
+#: How features start.
+INITS = ("random", "moments")
 
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 # method -> class of its settings
@@ -52,6 +57,20 @@ class AttentionConfig:
     global_tokens: int = field(
         default=0, metadata={"help": "Number of first tokens of each document that every query sees exactly."}
     )
+    global_queries: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the first tokens of `global_tokens` also see every token exactly, as in Longformer. "
+            "Encoders only: a decoder's first tokens see what is before them."
+        },
+    )
+    exact_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows of at most this many tokens are attended exactly, each row by its own length. Encoders only; "
+            "0 for never. Default: with a window, as many tokens as the base model reads; else 0."
+        },
+    )
     layers: list[int] | None = field(
         default=None,
         metadata={"help": "Indices of the layers to convert, from 0; the others stay softmax. Default: all layers."},
@@ -74,6 +93,7 @@ class AttentionConfig:
         check_integer(name, "window_size", self.window_size, 0)
         check_integer(name, "global_tokens", self.global_tokens, 0)
         check_integer(name, "seed", self.seed, 0)
+        check_integer(name, "exact_length", self.exact_length, 0, optional=True)
         if self.max_length is not None:
             check_integer(name, "max_length", self.max_length, 1)
         if self.layers is not None:
@@ -84,9 +104,8 @@ class AttentionConfig:
                 check_integer(name, "layers", index, 0)
             if not self.layers or len(set(self.layers)) != len(self.layers):
                 raise ValueError(f"{name}: layers={self.layers!r} must name at least one layer, and each once.")
-        for switch in ("near", "far"):
-            if not isinstance(getattr(self, switch), bool):
-                raise ValueError(f"{name}: {switch}={getattr(self, switch)!r} must be True or False.")
+        for switch in ("near", "far", "global_queries"):
+            check_bool(name, switch, getattr(self, switch))
         self._check_branches()
 
     def _check_branches(self) -> None:
@@ -122,6 +141,9 @@ class AttentionConfig:
                 "Upgrade with `pip install -U hf-linattn`."
             )
         cls = method_class(settings.pop("method", None))
+        if version < 2:
+            # what version 1 did, which had no such fields
+            settings = {"global_queries": False, "exact_length": 0, **settings}
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(settings) - known):
             raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
@@ -140,10 +162,22 @@ class LinformerConfig(AttentionConfig):
     projection: str = field(
         default="learned",
         metadata={
-            "help": "How tokens are summarised: learned (starts as segment means), mean, max, conv (a convolution per "
-            "channel that starts as the mean), gaussian (fixed, N(0, 1/k)).",
-            "choices": PROJECTIONS,
+            "help": "How tokens are summarized: cluster (means of similar keys), learned (starts as segment means), "
+            "mean, max, conv (a convolution per channel that starts as the mean), gaussian (fixed, N(0, 1/k)).",
+            "choices": ("cluster", *PROJECTIONS),
         },
+    )
+    landmarks: str = field(
+        default="keys",
+        metadata={
+            "help": "What keys are clustered around, with projection='cluster': keys of the document, or prototypes "
+            "(parameters, which calibration starts by k-means). Decoders have prototypes.",
+            "choices": LANDMARKS,
+        },
+    )
+    rounds: int = field(
+        default=0,
+        metadata={"help": "Rounds of Lloyd's algorithm that move the landmarks, with projection='cluster' and keys."},
     )
     sharing: str = field(
         default="heads",
@@ -157,7 +191,14 @@ class LinformerConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(type(self).__name__, "projection_length", self.projection_length, 1)
-        check_choice(type(self).__name__, "projection", self.projection, PROJECTIONS)
+        check_choice(type(self).__name__, "projection", self.projection, ("cluster", *PROJECTIONS))
+        check_choice(type(self).__name__, "landmarks", self.landmarks, LANDMARKS)
+        check_integer(type(self).__name__, "rounds", self.rounds, 0)
+        if self.projection == "cluster" and self.sharing != "heads":
+            raise ValueError(
+                f"{type(self).__name__}: sharing={self.sharing!r} must be 'heads', the default, with "
+                "projection='cluster', which has no projection to share."
+            )
         check_choice(type(self).__name__, "sharing", self.sharing, SHARING)
 
 
@@ -176,6 +217,14 @@ class PerformerConfig(AttentionConfig):
             "choices": tuple(FEATURE_MAPS),
         },
     )
+    init: str = field(
+        default="random",
+        metadata={
+            "help": "How features start: random as in the paper, or moments (matched to the mean and covariance of "
+            "queries and keys on calibration texts; positive, hyperbolic and learned).",
+            "choices": INITS,
+        },
+    )
     orthogonal: bool = field(
         default=True, metadata={"help": "Orthogonal random directions, which estimate better than independent ones."}
     )
@@ -190,8 +239,12 @@ class PerformerConfig(AttentionConfig):
         super().__post_init__()
         check_integer(type(self).__name__, "num_features", self.num_features, 1)
         check_choice(type(self).__name__, "feature_map", self.feature_map, FEATURE_MAPS)
-        if not isinstance(self.orthogonal, bool):
-            raise ValueError(f"{type(self).__name__}: orthogonal={self.orthogonal!r} must be True or False.")
+        check_choice(type(self).__name__, "init", self.init, INITS)
+        if self.init == "moments" and not FEATURE_MAPS[self.feature_map].matches_moments:
+            raise ValueError(
+                f"{type(self).__name__}: init='moments' must be 'random' for feature_map={self.feature_map!r}."
+            )
+        check_bool(type(self).__name__, "orthogonal", self.orthogonal)
         if self.redraw_interval is not None:
             check_integer(type(self).__name__, "redraw_interval", self.redraw_interval, 1)
         if self.num_features % (each := FEATURE_MAPS[self.feature_map].features_per_direction):

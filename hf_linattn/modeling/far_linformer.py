@@ -40,10 +40,12 @@ class LinformerFarPart(FarKeys):
         )
         self.modules = {"projection": self.projection}
 
-    def summarize(self, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Slots:
         return self.projection(key, value, self._segments(rows))
 
-    def summarize_by_block(self, key: Tensor, value: Tensor, rows: Rows, window: int) -> "_BlockSummaries":
+    def summarize_by_block(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int
+    ) -> "_BlockSummaries":
         return _BlockSummaries(self.projection, key, value, self._segments(rows), window)
 
     def _segments(self, rows: Rows) -> Any:

@@ -24,6 +24,8 @@ class Settings(NamedTuple):
     near: bool = True
     far: bool = True
     scale: float = 1.0
+    global_queries: bool = False
+    exact_length: int = 0
 
 
 class Rows(NamedTuple):
@@ -93,6 +95,10 @@ class FarPart:
 
     # decoders
 
+    def unit(self, window: int) -> int:
+        """Ranks that form a block: which of two blocks a query is in decides what is far. 0: there are no blocks."""
+        return window
+
     def reach(self, window: int, first: int) -> int:
         """How many tokens before a block of queries may be near one of them."""
         return window
@@ -123,15 +129,15 @@ class FarPart:
 class FarKeys(FarPart):
     """A far part that answers with keys."""
 
-    def summarize(self, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Slots:
         """Encoders without a window: what stands for all far tokens of (batch, heads, length, dim)."""
         raise NotImplementedError
 
-    def summarize_by_block(self, key: Tensor, value: Tensor, rows: Rows, window: int) -> Any:
+    def summarize_by_block(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int) -> Any:
         """Encoders with a window: an object whose `chunk(begin, end)` gives the `Slots` of these blocks of queries.
 
-        Here tokens stand before heads. key, value: (batch, length, heads, dim); of the slots (batch, blocks, slots,
-        heads, dim); log_mass: (batch, blocks, heads or 1, slots).
+        Here tokens stand before heads. query, key, value: (batch, length, heads, dim); of the slots (batch, blocks,
+        slots, heads, dim); log_mass: (batch, blocks, heads or 1, slots).
         """
         raise NotImplementedError
 

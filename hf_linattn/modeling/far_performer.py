@@ -60,6 +60,7 @@ class PerformerFarPart(FarSums):
             num_features=config.num_features,
             orthogonal=config.orthogonal,
             seed=seed,
+            init=config.init,
         )
         self.modules = {"feature_map": self.feature_map}
 

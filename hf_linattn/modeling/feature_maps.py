@@ -93,6 +93,64 @@ def hyperbolic_features(x: Tensor, directions: Tensor, scale: float = 1.0, relat
     return positive_features(x, torch.cat((directions, -directions), dim=-2), scale, relative)
 
 
+class Moments(NamedTuple):
+    """What features are matched to, per head, in the space of x = q sqrt(scale) and y = k sqrt(scale).
+
+    With nu the mean of x: exp(x.y) = exp(nu.y) exp((x - nu).y) = exp(nu.y) exp((A (x - nu)).(B y)), where A^T B = 1.
+
+    mean: nu, (heads, dim).
+    query_transform, key_transform: A and B, (heads, dim, dim).
+    tilt: a, (heads, dim), below 1 / 8: how far directions are weighted towards short ones.
+    """
+
+    mean: Tensor
+    query_transform: Tensor
+    key_transform: Tensor
+    tilt: Tensor
+
+
+def _neutral_moments(num_heads: int, head_dim: int) -> Moments:
+    """Those with which the features are FAVOR+'s."""
+    identity = torch.eye(head_dim).repeat(num_heads, 1, 1)
+    return Moments(torch.zeros(num_heads, head_dim), identity, identity.clone(), torch.zeros(num_heads, head_dim))
+
+
+def _matched(directions: Tensor, moments: Moments, side: str) -> tuple[Tensor, Tensor, Tensor]:
+    """D (heads, m, dim), c (heads, 1, m) and T of features exp(D.x + c - |T (x - nu)|^2 / 2), nu for queries only."""
+    mean, query_transform, key_transform, tilt = (x.to(directions.dtype) for x in moments)
+    transform = query_transform if side == "query" else key_transform
+    weighted = (directions * (1 - 4 * tilt).sqrt().unsqueeze(-2)) @ transform
+    constant = directions.square() @ tilt.unsqueeze(-1) + (1 - 4 * tilt).log().sum(-1)[:, None, None] / 4
+    if side == "query":
+        constant = constant - weighted @ mean.unsqueeze(-1)
+    else:
+        weighted = weighted + mean.unsqueeze(-2)
+    return weighted, constant.transpose(-1, -2), transform
+
+
+def moment_matched_features(
+    x: Tensor, directions: Tensor, moments: Moments, side: str, scale: float = 1.0, relative: bool = False
+) -> Features:
+    """Positive features of little variance for queries and keys of these moments: an unbiased estimate of exp(q.k).
+
+    With z = A (x - nu) or B y, b = sqrt(1 - 4 a) and the factor exp(nu.y) of keys,
+
+        phi_m = exp(sum_l (a_l w_ml^2 + b_l w_ml z_l + log(1 - 4 a_l) / 4) - |z|^2 / 2) / sqrt(m)
+
+    (OPRF, Likhosherstov et al. 2022, arXiv:2205.15317, with one a for all coordinates; DERF, Likhosherstov et al. 2023,
+    arXiv:2302.00787, with matrices). Arguments else as in `positive_features`.
+    """
+    weighted, constant, transform = _matched(directions, moments, side)
+    half_square = None
+    if not relative:
+        z = x @ (transform * scale**0.5).transpose(-1, -2)
+        if side == "query":
+            # (heads, 1, dim)
+            z = z - (transform @ moments.mean.to(x.dtype).unsqueeze(-1)).transpose(-1, -2)
+        half_square = _square(z) / 2
+    return Features(_log2_positive(x, weighted, half_square, scale, constant), None)
+
+
 def trigonometric_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
     """exp(|x|^2 / 2) (cos w.x, sin w.x) / sqrt(m), two per direction (equation 5); may have negative mass.
 
@@ -125,9 +183,11 @@ class FeatureMap(nn.Module):
         num_features: length m of phi.
         orthogonal: orthogonal or independent directions.
         seed: seed of the layer's directions, drawn per head.
+        init: "random", or "moments" for a map that can be matched to the moments of queries and keys (`set_moments`).
 
     Attributes:
         signed: features can be negative, so that an estimated mass can come out as zero or below.
+        matches_moments: there is an `init="moments"`.
         features_per_direction: how many features share one direction.
         num_directions: how many directions there are per head.
 
@@ -136,17 +196,29 @@ class FeatureMap(nn.Module):
     """
 
     signed: ClassVar[bool] = False
+    matches_moments: ClassVar[bool] = False
     features_per_direction: ClassVar[int] = 1
 
-    def __init__(self, *, num_heads: int, head_dim: int, num_features: int, orthogonal: bool, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_features: int,
+        orthogonal: bool,
+        seed: int,
+        init: str = "random",
+    ) -> None:
         super().__init__()
+        if init != "random" and not self.matches_moments:
+            raise ValueError(f"init={init!r} must be 'random' for {type(self).__name__}.")
         if num_features % self.features_per_direction:
             raise ValueError(
                 f"num_features={num_features} must be a multiple of {self.features_per_direction} for "
                 f"{type(self).__name__}."
             )
         self.num_heads, self.head_dim, self.num_features = num_heads, head_dim, num_features
-        self.orthogonal, self.seed = orthogonal, seed
+        self.orthogonal, self.seed, self.init = orthogonal, seed, init
         self.make_tensors()
         self.reset_parameters()
 
@@ -175,6 +247,10 @@ class FeatureMap(nn.Module):
     def redraw(self) -> None:
         """Draw the random directions anew, where there are any."""
 
+    def set_moments(self, moments: "Moments") -> None:
+        """Match the features to queries and keys of these moments, with `init="moments"`."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         """Features of queries or keys x (batch, heads, length, head_dim), float32.
 
@@ -195,15 +271,37 @@ class RandomFeatureMap(FeatureMap):
 
     directions: Tensor
     draws: Tensor
+    mean: Tensor
+    query_transform: Tensor
+    key_transform: Tensor
+    tilt: Tensor
 
     def make_tensors(self) -> None:
         self.register_buffer("directions", torch.empty(self.num_heads, self.num_directions, self.head_dim))
         # how often the directions were drawn anew: recorded, so that a resumed run draws the same ones
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+        if self.init == "moments":
+            for name, tensor in _neutral_moments(self.num_heads, self.head_dim)._asdict().items():
+                self.register_buffer(name, torch.empty_like(tensor))
 
     def set_tensors(self) -> None:
         init.copy_(self.directions, self.draw())
         init.zeros_(self.draws)
+        if self.init == "moments":
+            for name, tensor in _neutral_moments(self.num_heads, self.head_dim)._asdict().items():
+                init.copy_(getattr(self, name), tensor)
+
+    @torch.no_grad()
+    def set_moments(self, moments: Moments) -> None:
+        for name, tensor in moments._asdict().items():
+            getattr(self, name).copy_(tensor)
+
+    @property
+    def moments(self) -> Moments | None:
+        """What the map was matched to; None with `init="random"`."""
+        if self.init == "random":
+            return None
+        return Moments(self.mean, self.query_transform, self.key_transform, self.tilt)
 
     @torch.no_grad()
     def redraw(self) -> None:
@@ -213,18 +311,26 @@ class RandomFeatureMap(FeatureMap):
 
 
 class PositiveMap(RandomFeatureMap):
-    """FAVOR+: see `positive_features`."""
+    """FAVOR+: see `positive_features`, and `moment_matched_features`."""
+
+    matches_moments = True
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        if self.moments is not None:
+            return moment_matched_features(x, self.directions.to(x.dtype), self.moments, side, scale, relative)
         return positive_features(x, self.directions.to(x.dtype), scale, relative)
 
 
 class HyperbolicMap(RandomFeatureMap):
-    """See `hyperbolic_features`."""
+    """See `hyperbolic_features`, and `moment_matched_features`."""
 
+    matches_moments = True
     features_per_direction = 2
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        if self.moments is not None:
+            directions = torch.cat((self.directions, -self.directions), dim=-2).to(x.dtype)
+            return moment_matched_features(x, directions, self.moments, side, scale, relative)
         return hyperbolic_features(x, self.directions.to(x.dtype), scale, relative)
 
 
@@ -254,25 +360,56 @@ class EluMap(FeatureMap):
 
 class LearnedMap(FeatureMap):
     """Starts as `PositiveMap`; then trains, per head and apart for queries and keys, the directions, an offset per
-    feature and the weight of |x|^2."""
+    feature and the weight of |x|^2, or, with `init="moments"`, the matrix T of |T x|^2."""
+
+    matches_moments = True
 
     def make_tensors(self) -> None:
         for side in ("query", "key"):
             directions = torch.empty(self.num_heads, self.num_directions, self.head_dim)
             self.register_parameter(f"{side}_directions", nn.Parameter(directions))
             self.register_parameter(f"{side}_offset", nn.Parameter(torch.empty(self.num_heads, 1, self.num_features)))
-            self.register_parameter(f"{side}_square", nn.Parameter(torch.empty(self.num_heads, 1, 1)))
+            if self.init == "moments":
+                transform = torch.empty(self.num_heads, self.head_dim, self.head_dim)
+                self.register_parameter(f"{side}_transform", nn.Parameter(transform))
+            else:
+                self.register_parameter(f"{side}_square", nn.Parameter(torch.empty(self.num_heads, 1, 1)))
 
     def set_tensors(self) -> None:
+        # both sides start with the same draw: only then is phi(q) . phi(k) an estimate of exp(q.k)
+        for name, tensor in self._start(_neutral_moments(self.num_heads, self.head_dim)).items():
+            init.copy_(getattr(self, name), tensor)
+
+    @torch.no_grad()
+    def set_moments(self, moments: Moments) -> None:
+        for name, tensor in self._start(moments).items():
+            getattr(self, name).copy_(tensor)
+
+    def _start(self, moments: Moments) -> dict[str, Tensor]:
+        """Values of the parameters with which the features are those of `moment_matched_features`."""
+        values: dict[str, Tensor] = {}
         for side in ("query", "key"):
-            # both sides start with the same draw: only then is phi(q) . phi(k) an estimate of exp(q.k)
-            init.copy_(getattr(self, f"{side}_directions"), self.draw())
-            init.zeros_(getattr(self, f"{side}_offset"))
-            init.ones_(getattr(self, f"{side}_square"))
+            directions, offset, transform = _matched(self.draw(), moments, side)
+            if side == "query":
+                # |T (x - mean)|^2 / 2, written out for the trained form, which has |T x|^2 / 2
+                shifted = transform @ moments.mean.unsqueeze(-1)
+                directions = directions + (transform.transpose(-1, -2) @ shifted).transpose(-1, -2)
+                offset = offset - shifted.square().sum(-2, keepdim=True) / 2
+            values |= {f"{side}_directions": directions, f"{side}_offset": offset}
+            if self.init == "moments":
+                values[f"{side}_transform"] = transform
+            else:
+                values[f"{side}_square"] = torch.ones(self.num_heads, 1, 1)
+        return values
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         directions = getattr(self, f"{side}_directions").to(x.dtype)
-        square = None if relative else getattr(self, f"{side}_square") * (_square(x) * (scale / 2))
+        if relative:
+            square = None
+        elif self.init == "moments":
+            square = _square(x @ getattr(self, f"{side}_transform").to(x.dtype).transpose(-1, -2)) * (scale / 2)
+        else:
+            square = getattr(self, f"{side}_square") * (_square(x) * (scale / 2))
         return Features(_log2_positive(x, directions, square, scale, getattr(self, f"{side}_offset")), None)
 
 

@@ -61,8 +61,8 @@ class LinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.causal, self.owns_far_part = config, causal, shared is None
-        # switches of the two branches: see `LinAttnPreTrainedModel.branches`
-        self.near, self.far = config.near, config.far
+        # switches: see `LinAttnPreTrainedModel.branches`
+        self.near, self.far, self.exact = config.near, config.far, True
         method = METHODS[config.method]
         make: Any = method.decoder if causal else method.encoder
         if shared is None:
@@ -101,7 +101,17 @@ class LinearAttention(nn.Module):
 
     def settings(self, scale: float = 1.0) -> Settings:
         """How near and far are merged, for this softmax scale."""
-        return Settings(self.config.window_size, self.config.global_tokens, self.near, self.far, scale)
+        config = self.config
+        return Settings(
+            window_size=config.window_size,
+            global_tokens=config.global_tokens,
+            near=self.near,
+            far=self.far,
+            scale=scale,
+            global_queries=config.global_queries,
+            # an ablation is of linear attention
+            exact_length=(config.exact_length or 0) if self.exact and self.near and self.far else 0,
+        )
 
     def forward(
         self,
@@ -142,23 +152,80 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, far: FarPart, lengths: Tensor | None, settings: Settings
 ) -> Tensor:
     """Attention of an encoder; arguments and result as in `LinearAttention.forward`."""
+    length, exact = query.shape[2], settings.exact_length
+    if length <= exact:
+        return exact_attention(query, key, value, lengths, settings.scale)
+    if lengths is None or not exact:
+        return _attend_linearly(query, key, value, far, lengths, settings)
+    short = lengths <= exact
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        # both for all rows: no shape depends on how many are short
+        first = slice(0, exact)
+        out = exact_attention(
+            query[:, :, first], key[:, :, first], value[:, :, first], lengths.clamp_max(exact), settings.scale
+        )
+        out = F.pad(out, (0, 0, 0, length - exact))
+        return out.where(short[:, None, None, None], _attend_linearly(query, key, value, far, lengths, settings))
+    outputs, order = [], []
+    for is_short in (True, False):
+        rows = (short == is_short).nonzero()[:, 0]
+        if not len(rows):
+            continue
+        # as wide as the longest of these rows: the short ones do not pay for the long ones' padding
+        width = max(int(lengths[rows].max()), 1)
+        all_rows = len(rows) == len(lengths)
+        q, k, v = (x[:, :, :width] if all_rows else x[rows, :, :width] for x in (query, key, value))
+        if is_short:
+            out = exact_attention(q, k, v, lengths[rows], settings.scale)
+        else:
+            out = _attend_linearly(q, k, v, far, lengths[rows], settings)
+        outputs.append(F.pad(out, (0, 0, 0, length - width)) if width < length else out)
+        order.append(rows)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.cat(order).argsort()]
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of (batch, heads, queries, dim) to all keys, `lengths` (batch,) of each row valid."""
+    mask = None
+    if lengths is not None:
+        # a row without a valid token looks at its first one: finite, and nobody reads it
+        mask = (torch.arange(key.shape[2], device=key.device) < lengths.clamp_min(1)[:, None])[:, None, None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def _attend_linearly(
+    query: Tensor, key: Tensor, value: Tensor, far: FarPart, lengths: Tensor | None, settings: Settings
+) -> Tensor:
     length = query.shape[2]
     # a block longer than the rows is the row, and there are no more first tokens than tokens
     window, first = min(settings.window_size, length), min(settings.global_tokens, length)
     settings = settings._replace(window_size=window, global_tokens=first)
     rows = Rows(lengths, length, first, query.device)
     if isinstance(far, FarSums):
-        return _merge_with_sums(query, key, value, far, rows, settings)
-    assert isinstance(far, FarKeys)
-    if window:
-        return _attend_in_blocks(query, key, value, far, rows, settings)
+        out = _merge_with_sums(query, key, value, far, rows, settings)
+    elif window:
+        out = _attend_in_blocks(query, key, value, far, rows, settings)  # type: ignore[arg-type]
+    else:
+        out = _attend_to_all(query, key, value, far, rows, settings)  # type: ignore[arg-type]
+    if not (settings.global_queries and settings.near and first):
+        return out
+    leading = exact_attention(query[:, :, :first], key, value, lengths, settings.scale)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return torch.cat((leading, out[:, :, first:]), dim=2)
+    out[:, :, :first] = leading
+    return out
+
+
+def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, far: FarKeys, rows: Rows, settings: Settings) -> Tensor:
+    """Without a window all queries see the same keys."""
+    first = rows.first
 
     # what all queries see: (batch, heads, keys, dim), and masks (batch, 1 or heads, keys)
     parts = []
     if settings.near and first:
         parts.append(Slots(key[:, :, :first], value[:, :, :first], _log(rows.global_tokens)[:, None]))
     if settings.far:
-        parts.append(far.summarize(key, value, rows))
+        parts.append(far.summarize(query, key, value, rows))
     keys, values, masks = zip(*parts, strict=True)
     return _softmax(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), _side_by_side(masks), settings.scale)
 
@@ -173,7 +240,7 @@ def _attend_in_blocks(
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     window, first, length = settings.window_size, rows.first, rows.length
-    summaries = far.summarize_by_block(key, value, rows, window) if settings.far else None
+    summaries = far.summarize_by_block(query, key, value, rows, window) if settings.far else None
     first_mask, valid_lengths = _log(rows.global_tokens), rows.valid_lengths
 
     def attend_chunk(begin: int, end: int) -> Tensor:
@@ -317,8 +384,9 @@ def _in_chunks(
     reach, block = far.reach(window, first), far.block_size(window)
     # one row of ranks for all rows, where all begin at 0
     seen = state.seen[:1] if from_start else state.seen
-    offset = seen % window if window and not from_start else None
-    grid = length if offset is None else length + window - 1
+    unit = far.unit(window)
+    offset = seen % unit if unit and not from_start else None
+    grid = length if offset is None else length + unit - 1
     # sums are made for whole blocks of the window
     whole = window if window and isinstance(far, FarSums) else 1
     block = min(block, whole * -(-grid // whole))
@@ -344,9 +412,9 @@ def _in_chunks(
     rank = (start - reach)[:, None] + torch.arange(grid + reach, device=device)
     # keys that the next token finds far: all that any valid query here does
     total = seen + (length if lengths is None else lengths)
-    limit = far.near_start(total, window, first) if window else total
+    limit = far.near_start(total, window, first) if unit else total
     # nothing is padded, or exact: no mask
-    all_far = from_start and lengths is None and not window and not first and grid == length
+    all_far = from_start and lengths is None and not unit and not first and grid == length
     becomes_far = None if all_far else (rank >= first) & (rank < limit[:, None])
     chunk: Any = _chunk_with_keys if isinstance(far, FarKeys) else _chunk_with_sums
 
@@ -547,7 +615,7 @@ def _step(
         assert isinstance(far, FarSums)
         out = _step_with_sums(query, near, far, far_state, settings).to(value.dtype)
 
-    if settings.far and window:
+    if settings.far and far.unit(window):
         after = _absorb_block(after, far, settings, new=None if lengths is None else lengths > 0)
     return after_end(out, lengths), after
 
@@ -571,17 +639,19 @@ def _step_with_sums(
 
 
 def _absorb_block(state: State, far: FarPart, settings: Settings, new: Tensor | None) -> State:
-    """The state once the next token begins a block: what the last block but one holds is far from it."""
-    window = settings.window_size
-    begins = state.seen % window == 0
+    """The state once the next token begins a block: the last block that is far from it becomes far.
+
+    That is the last block but one, or, without a window, the last one.
+    """
+    unit, lag = far.unit(settings.window_size), settings.window_size
+    begins = state.seen % unit == 0
     begins = begins if new is None else begins & new
     eager = state.seen.device.type == "cpu" and not torch.compiler.is_compiling()
     if eager and not bool(begins.any()):
         return state
-    # the older of the two blocks that a state keeps
-    oldest = state.near_key.shape[2] - 2 * window
-    tokens = slice(oldest, oldest + window)
-    rank = (state.seen - 2 * window)[:, None] + torch.arange(window, device=begins.device)
+    oldest = state.near_key.shape[2] - lag - unit
+    tokens = slice(oldest, oldest + unit)
+    rank = (state.seen - lag - unit)[:, None] + torch.arange(unit, device=begins.device)
     valid = begins[:, None] & (rank >= settings.global_tokens)
     key, value = state.near_key[:, :, tokens], state.near_value[:, :, tokens]
     return state._replace(far=far.absorb(state.far, key, value, valid, settings.scale))

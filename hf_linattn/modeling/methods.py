@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
+from .far_clusters import CausalClusterFarPart, ClusterFarPart
 from .far_linformer import CausalLinformerFarPart, LinformerFarPart
 from .far_part import FarPart
 from .far_performer import PerformerFarPart
@@ -28,14 +30,22 @@ class Method:
     decoder: Callable[..., FarPart]
 
 
+def _linformer_encoder(config: Any, **shape: int) -> FarPart:
+    return (ClusterFarPart if config.projection == "cluster" else LinformerFarPart)(config, **shape)
+
+
+def _linformer_decoder(config: Any, **shape: int) -> FarPart:
+    return (CausalClusterFarPart if config.projection == "cluster" else CausalLinformerFarPart)(config, **shape)
+
+
 #: name in `AttentionConfig.method` -> Method
 METHODS: dict[str, Method] = {
     "linformer": Method(
         label="Linformer",
         paper="Wang et al. 2020, arXiv:2006.04768",
         config=LinformerConfig,
-        encoder=LinformerFarPart,
-        decoder=CausalLinformerFarPart,
+        encoder=_linformer_encoder,
+        decoder=_linformer_decoder,
     ),
     "performer": Method(
         label="Performer",

@@ -24,6 +24,7 @@ from .causal_projections import CausalProjection  # noqa: F401
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
 
 # all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
+from .far_clusters import ClusterFarPart  # noqa: F401
 from .far_linformer import LinformerFarPart  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .far_performer import PerformerFarPart  # noqa: F401
@@ -105,18 +106,33 @@ class LinAttnPreTrainedModel(PreTrainedModel):
                     module.near, module.far = its_own.near, its_own.far
 
     @contextmanager
-    def branches(self, *, near: bool = True, far: bool = True) -> Iterator[None]:
-        """While this lasts, the exact part or the method's own part is switched off or on, as by `set_branches`.
+    def branches(
+        self, *, near: bool | None = None, far: bool | None = None, exact: bool | None = None
+    ) -> Iterator[None]:
+        """While this lasts, parts of attention are switched off or on. None leaves a part as it is.
+
+        Args:
+            near, far: the exact part and the method's own part, as by `set_branches`.
+            exact: whether short rows are attended exactly (`exact_length`).
 
         Raises:
             ValueError: nothing would be left to attend to.
         """
         before = self.config.attention
-        self.set_branches(near=near, far=far)
+        modules = [module for _, module in self.linear_attentions()]
+        exact_before = [module.exact for module in modules]
+        self.set_branches(
+            near=before.near if near is None else near,
+            far=before.far if far is None else far,
+        )
+        for module, value in zip(modules, exact_before, strict=True):
+            module.exact = value if exact is None else exact
         try:
             yield
         finally:
             self.set_branches(near=before.near, far=before.far)
+            for module, value in zip(modules, exact_before, strict=True):
+                module.exact = value
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[operator]  # wrapped by decorators without types
@@ -155,6 +171,9 @@ def check_config(config: LinAttnConfig) -> None:
             f"max_position_embeddings={config.max_position_embeddings}."
         )
     its_layers = [settings.of_layer(index) for index in range(config.num_hidden_layers)]
+    exact = next((x.exact_length for x in its_layers if x is not None and x.exact_length), 0)
+    if family.causal and exact:
+        raise ValueError(f"{name}: exact_length={exact} must be 0 or left out: {family.model_type} is a decoder.")
     if family.causal and any(getattr(x, "projection", None) == "gaussian" for x in its_layers):
         raise ValueError(
             f"{name}: projection='gaussian' cannot be causal: each of its slots mixes all tokens of a document, so "

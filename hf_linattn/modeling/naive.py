@@ -8,10 +8,12 @@ does not travel with a checkpoint.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import after_end
 from .causal_projections import CausalProjection
+from .far_clusters import CausalClusterFarPart, ClusterFarPart
 from .far_part import Settings
 from .feature_maps import FeatureMap
 from .feature_sums import SIGNED_MASS_FLOOR, expand
@@ -25,9 +27,24 @@ def attention(
     layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
     """What `layer(query, key, value, lengths, scale=scale)` computes, by the formula of its method."""
-    reference: Any = _REFERENCES[layer.config.method, layer.causal]
-    (parameters,) = layer.far_part.modules.values()
-    return reference(query, key, value, parameters, lengths, layer.settings(scale))
+    settings = layer.settings(scale)
+    if isinstance(layer.far_part, (ClusterFarPart, CausalClusterFarPart)):
+        out = cluster_attention(query, key, value, layer.far_part, lengths, settings)
+    else:
+        reference: Any = _REFERENCES[layer.config.method, layer.causal]
+        (parameters,) = layer.far_part.modules.values()
+        out = reference(query, key, value, parameters, lengths, settings)
+    if layer.causal:
+        return out
+    # rows that are attended exactly, and first tokens that see every token
+    position = torch.arange(query.shape[2], device=query.device)
+    valid_lengths = _valid_lengths(lengths, query.shape[2], query.device)
+    exact = (valid_lengths <= settings.exact_length)[:, None].expand(len(query), len(position))
+    if settings.global_queries and settings.near:
+        exact = exact | (position < settings.global_tokens)
+    logits = (query * scale) @ key.transpose(-1, -2)
+    logits = logits.masked_fill((position >= valid_lengths[:, None])[:, None, None], float("-inf"))
+    return torch.where(exact[:, None, :, None], logits.softmax(-1) @ value, out)
 
 
 def _valid_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
@@ -54,7 +71,7 @@ def linformer_attention(
     settings: Settings = _DEFAULT,
 ) -> Tensor:
     """Every query has summaries of its own, (length, slots, length) weights in all."""
-    window_size, global_tokens, near, far, scale = settings
+    window_size, global_tokens, near, far, scale = settings[:5]
     length, slots = query.shape[2], projection.slots
     query = query * scale
     # a block longer than the rows is the row
@@ -101,6 +118,78 @@ def _reference_summaries(
     return matrix.to(x.dtype) @ x[:, :, None]
 
 
+def cluster_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    far_part: ClusterFarPart | CausalClusterFarPart,
+    lengths: Tensor | None = None,
+    settings: Settings = _DEFAULT,
+) -> Tensor:
+    """Every query has means of its own over the members of each cluster that are far from it."""
+    window_size, global_tokens, near, far, scale = settings[:5]
+    length, slots, device = query.shape[2], far_part.num_slots, query.device
+    position = torch.arange(length, device=device)
+    valid_lengths = _valid_lengths(lengths, length, device)
+    causal = isinstance(far_part, CausalClusterFarPart)
+    if causal:
+        begins = far_part.near_start(position, window_size, global_tokens)
+        is_near = (position >= begins[:, None]) | (position < global_tokens)
+        past = position <= position[:, None]
+        is_near, is_far = (is_near & past)[None], (~is_near & past)[None]
+    else:
+        is_near = _near_mask(length, lengths, min(window_size, length), global_tokens, device)
+        is_far = (position < valid_lengths[:, None])[:, None] & ~is_near
+    # the cluster of each key, (batch, heads, length, slots)
+    clustered = ((position >= global_tokens) & (position < valid_lengths[:, None]))[:, None, :, None]
+    if far_part.prototypes is not None:
+        centers = far_part.prototypes.centers.to(key.dtype).expand(len(key), -1, -1, -1)
+        metric = torch.eye(key.shape[-1], dtype=key.dtype, device=device).expand(*key.shape[:2], -1, -1)
+        one_hot = _nearest(key, centers, metric)[0] * clustered
+    else:
+        valid_query = query * (position < valid_lengths[:, None])[:, None, :, None]
+        metric = valid_query.transpose(-1, -2) @ valid_query / valid_lengths.clamp_min(1)[:, None, None, None]
+        total = (valid_lengths - global_tokens).clamp_min(1)[:, None].expand(len(key), 1)
+        spaced = slots - slots // 2
+        landmark = (global_tokens + torch.arange(spaced, device=device) * total // spaced).clamp_max(length - 1)
+        centers = torch.stack([row[:, its_own] for row, its_own in zip(key, landmark, strict=True)])
+        distance = _nearest(key, centers, metric)[1].masked_fill(~clustered[..., 0], float("-inf"))
+        order = distance.sort(-1, descending=True)
+        # where a row has fewer tokens, its first one again
+        farthest = order.indices.masked_fill(order.values == float("-inf"), min(global_tokens, length - 1))
+        farthest = farthest[..., : slots // 2]
+        centers = torch.cat((centers, key.take_along_dim(farthest.unsqueeze(-1), dim=2)), dim=2)
+        # as many landmarks as slots, in short rows the first one several times
+        centers = torch.cat((centers, centers[:, :, :1].expand(-1, -1, slots - centers.shape[2], -1)), dim=2)
+        one_hot = _nearest(key, centers, metric)[0] * clustered
+        for _ in range(far_part.rounds):
+            members = one_hot.sum(2)[..., None]
+            means = one_hot.transpose(-1, -2) @ key / members.clamp_min(1)
+            centers = torch.where(members > 0, means, centers)
+            one_hot = _nearest(key, centers, metric)[0] * clustered
+    # (batch, heads, query, slot, key): 1 for each member of the slot that is far from the query
+    members = one_hot.transpose(-1, -2)[:, :, None] * is_far[:, None, :, None]
+    count = members.sum(-1)
+    weights = members / count.clamp_min(1)[..., None]
+    query = query * scale
+    near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
+    far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + count.log()
+    far_logits = far_logits.masked_fill(torch.tensor(not far), float("-inf"))
+    probabilities = torch.cat((near_logits, far_logits), dim=-1).softmax(-1)
+    # a query that sees no key at all gets zeros
+    probabilities = probabilities.nan_to_num() if causal else probabilities
+    out = probabilities[..., :length] @ value
+    out = out + torch.einsum("bhis,bhisd->bhid", probabilities[..., length:], weights @ value[:, :, None])
+    return after_end(out, lengths) if causal else out
+
+
+def _nearest(key: Tensor, centers: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest center of each key as a one-hot row, (batch, heads, length, slots), and its squared distance."""
+    difference = key[..., None, :] - centers[..., None, :, :]
+    distance = ((difference @ metric[:, :, None]) * difference).sum(-1)
+    return F.one_hot(distance.argmin(-1), centers.shape[2]).to(key.dtype), distance.amin(-1)
+
+
 def performer_attention(
     query: Tensor,
     key: Tensor,
@@ -110,7 +199,7 @@ def performer_attention(
     settings: Settings = _DEFAULT,
 ) -> Tensor:
     """The whole (length, length) matrix of weights."""
-    window_size, global_tokens, near, far, scale = settings
+    window_size, global_tokens, near, far, scale = settings[:5]
     length = query.shape[2]
     query, key = query * scale**0.5, key * scale**0.5
     query_features, key_features = feature_map(query, "query"), feature_map(key, "key")
@@ -140,7 +229,7 @@ def causal_linformer_attention(
     settings: Settings = _DEFAULT,
 ) -> Tensor:
     """One query at a time."""
-    window_size, global_tokens, near, far, scale = settings
+    window_size, global_tokens, near, far, scale = settings[:5]
     heads, g, first = query.shape[1], projection.segment_length, global_tokens
     query, outputs = query * scale, []
     for i in range(query.shape[2]):
@@ -180,7 +269,7 @@ def causal_performer_attention(
     settings: Settings = _DEFAULT,
 ) -> Tensor:
     """The whole (length, length) matrix of weights."""
-    window_size, global_tokens, near, far, scale = settings
+    window_size, global_tokens, near, far, scale = settings[:5]
     length = query.shape[2]
     query, key = query * scale**0.5, key * scale**0.5
     phi_query = expand(feature_map(query, "query"), query.new_zeros(()))

@@ -33,3 +33,40 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file in UTF-8 that is there when it is complete, and not before."""
     with replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+def inside(folder: str | Path, name: str, *, file: str, field: str) -> Path:
+    """The path of what a checkpoint's own file calls `name`, which must lie in `folder`, links followed.
+
+    A folder of the Hugging Face cache holds links to the blobs of the same cache; these are followed.
+
+    Args:
+        folder: the checkpoint's.
+        name: path within it.
+        file, field: where the name comes from, for the message.
+
+    Raises:
+        ValueError: the name is no text, or leads out of the folder; the message names file, field and value.
+    """
+    folder = Path(folder)
+    told = f"{str(folder / file)!r}: {field}={name!r}"
+    if not isinstance(name, str):
+        raise ValueError(f"{told} must be a path within the folder.")
+    root, path = folder.resolve(), folder / name
+    # without following links: a name may not climb out of the folder, wherever that leads
+    climbed = Path(os.path.normpath(root / name))
+    if not climbed.is_relative_to(root):
+        raise ValueError(f"{told} leads out of the folder; it must be a path within the folder.")
+    target = path.resolve()
+    if not any(target.is_relative_to(allowed) for allowed in (root, *_blobs(root))):
+        raise ValueError(f"{told} is a link that leads out of the folder; put the file itself there.")
+    return path
+
+
+def _blobs(folder: Path) -> list[Path]:
+    """Where the links of a folder in the Hugging Face cache lead: blobs of the repository and of the whole cache."""
+    for snapshots in folder.parents:
+        repository = snapshots.parent
+        if snapshots.name == "snapshots" and repository.name.startswith("models--"):
+            return [repository / "blobs", repository.parent / "blobs"]
+    return []

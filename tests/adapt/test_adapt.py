@@ -10,29 +10,20 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import PeftModel
 from transformers import AutoModel
 
-from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, PerformerConfig
+from hf_linattn import AttentionConfig, LinAttnPreTrainedModel
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.adapt.config import TRACKERS
-from hf_linattn.adapt.distillation import Distil
-from hf_linattn.adapt.losses import divergence, mean_cosine, pooled, relative_error
 from hf_linattn.adapt.metrics_log import first_non_finite
-from hf_linattn.adapt.stages import branches
-from hf_linattn.adapt.task import add_labels
+from hf_linattn.adapt.stages import add_labels
+from hf_linattn.adapt.stages.transfer import Transfer
 from hf_linattn.adapt.teacher import softmax_teacher
-from hf_linattn.adapt.transfer import Transfer
 from hf_linattn.data.documents import DataConfig
-from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES
 from hf_linattn.utils.lock import only_one
 
 from ..helpers import (
     CAUSAL_FEW,
-    DECODERS,
-    ENCODERS,
-    PURE,
-    as_trained,
     config_id,
     converted_model,
     inputs_for,
@@ -42,128 +33,6 @@ from ..helpers import (
     tokens,
 )
 from .runs import LEARNED, PROJECTED, SHORT, converted_folder, lines, losses
-
-# -- losses -----------------------------------------------------------------------------------------
-
-
-def test_losses_of_known_numbers() -> None:
-    wanted = torch.tensor([[[3.0, 4.0], [1.0, 0.0]], [[0.0, 2.0], [5.0, 5.0]]])
-    found = torch.tensor([[[3.0, 0.0], [1.0, 1.0]], [[2.0, 0.0], [9.0, 9.0]]])
-    real = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    torch.testing.assert_close(relative_error(found, wanted, real), torch.tensor([17 / 26, 8 / 4]))
-    torch.testing.assert_close(mean_cosine(found, wanted, real), torch.tensor([(0.6 + 0.5**0.5) / 2, 0.0]))
-    torch.testing.assert_close(pooled(found, real, "mean"), torch.tensor([[2.0, 0.5], [2.0, 0.0]]))
-    torch.testing.assert_close(pooled(found, real, "cls"), torch.tensor([[3.0, 0.0], [2.0, 0.0]]))
-
-
-def test_divergence_is_that_of_the_distributions() -> None:
-    found, wanted = torch.randn(2, 1, 3, 7)
-    expected = torch.distributions.kl_divergence(
-        *(torch.distributions.Categorical(logits=x / 2) for x in (wanted, found))
-    )
-    torch.testing.assert_close(divergence(found, wanted, torch.ones(1, 3), 2.0), 4 * expected.mean(-1))
-
-
-# -- stages -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
-def test_the_teacher_is_the_base_model(family: str) -> None:
-    config = PerformerConfig(num_features=8, feature_map="learned")
-    model = as_trained(converted_model(config, family, max_length=80))
-    inputs = inputs_for("AutoModel")
-    expected = outputs_of(tiny_model(family), {**inputs, **({"use_cache": False} if family in DECODERS else {})})
-    for teacher in (softmax_teacher(model), softmax_teacher(model, tiny_model(family))):
-        options = {"use_cache": False} if family in DECODERS else {}
-        found = outputs_of(teacher, {**inputs, **options})
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-        assert not any(p.requires_grad for p in teacher.parameters())
-
-
-def test_the_teacher_must_fit() -> None:
-    model = converted_model(LEARNED)
-    with pytest.raises(ValueError, match="hidden_size=16"):
-        softmax_teacher(model, tiny_model(hidden_size=16))
-    with pytest.raises(ValueError, match="model_type='roberta'"):
-        softmax_teacher(model, tiny_model("roberta"))
-
-
-@pytest.mark.parametrize("extension", ["repeat", "interpolate"])
-@pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_teacher_has_the_positions_of_its_base(family: str, extension: str) -> None:
-    """Made longer as the model's were, and not those that have been trained since."""
-    model = converted_model(PROJECTED, family, max_length=96, position_extension=extension)
-    inputs = inputs_for("AutoModel", 90)
-    before = outputs_of(softmax_teacher(model), inputs)
-    with torch.no_grad():
-        model.embeddings.position_embeddings.weight += 1e-3 * torch.randn_like(
-            model.embeddings.position_embeddings.weight
-        )
-    torch.testing.assert_close(outputs_of(softmax_teacher(model, tiny_model(family)), inputs), before)
-
-
-@pytest.mark.parametrize("family", ["albert", "bert", "distilbert", "gpt2", "llama", "opt"])
-def test_transfer_compares_each_layer_on_the_inputs_of_the_base(family: str) -> None:
-    """With the rest of the model as it was, what comes out of the student is the base model's output."""
-    model = as_trained(converted_model(PerformerConfig(num_features=8, feature_map="learned"), family))
-    base = tiny_model(family)
-    seen = []
-    model.base_model.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-    batch = inputs_for("AutoModel")
-    out = Transfer(model, model, softmax_teacher(model))(batch)
-    assert len(out.metrics) == base.config.num_hidden_layers
-    assert out.loss > 0.01
-    with torch.no_grad():
-        expected = base(**batch)[0]
-    real = batch["attention_mask"].bool()
-    torch.testing.assert_close(seen[0][real], expected[real], atol=2e-5, rtol=2e-5)
-    # and afterwards the student is itself again
-    with torch.no_grad():
-        assert (model(**batch)[0][real] - expected[real]).abs().max() > 1e-3
-
-
-def test_transfer_leaves_out_layers_that_are_not_converted() -> None:
-    model = converted_model(PerformerConfig(num_features=8, feature_map="learned", layers=[1]))
-    assert list(Transfer(model, model, softmax_teacher(model))(inputs_for("AutoModel")).metrics) == ["cosine/layer_0"]
-
-
-@pytest.mark.parametrize("config", [PURE[0], LEARNED], ids=config_id)
-def test_a_perfect_student_has_no_loss(config: AttentionConfig) -> None:
-    # rows of 8 tokens have a slot for each, and a window of 4 sees 12 tokens at once
-    model = converted_model(config)
-    batch = {"input_ids": tokens(8, batch=2)}
-    teacher = softmax_teacher(model)
-    options = {"hidden_weight": 1.0, "embedding_weight": 1.0, "logits_weight": 1.0, "temperature": 1.0}
-    for stage in (Transfer(model, model, teacher), Distil(model, model, teacher, pooling="mean", **options)):
-        assert stage(batch).loss.item() == pytest.approx(0.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_teacher_of_more_precision_than_its_student(family: str) -> None:
-    """DeepSpeed casts the weights that it trains, and not the teacher's."""
-    model = converted_model(LEARNED, family)
-    teacher, batch = softmax_teacher(model), inputs_for("AutoModel")
-    options = {"hidden_weight": 1.0, "embedding_weight": 1.0, "logits_weight": 0.0, "temperature": 1.0}
-    stages = [Transfer(model, model, teacher)]
-    stages += [Distil(model, model, teacher, pooling="mean", **options)] if family == "bert" else []
-    expected = [stage(batch).loss.item() for stage in stages]
-    model.bfloat16()
-    assert [stage(batch).loss.item() for stage in stages] == pytest.approx(expected, rel=0.1)
-    assert teacher.dtype == torch.float32
-
-
-def test_branches_are_switched_off_for_a_while_and_never_all() -> None:
-    model = converted_model(LEARNED)
-    batch = inputs_for("AutoModel")
-    before = outputs_of(model, batch)
-    with branches(model, near=False):
-        assert (outputs_of(model, batch) - before).abs().max() > 1e-3
-    assert torch.equal(outputs_of(model, batch), before)
-    model.set_branches(far=False)
-    near_only = outputs_of(model, batch)
-    with branches(model, near=False):
-        assert torch.equal(outputs_of(model, batch), near_only)
-
 
 # -- whole runs -------------------------------------------------------------------------------------
 
@@ -300,32 +169,6 @@ def test_masked_labels() -> None:
     assert all(row["input_ids"][i] == ids[i] for i in range(len(ids)) if i not in guessed)
 
 
-# -- LoRA -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_lora_reload_and_merge(family: str, tmp_path: Path, data: DataConfig) -> None:
-    auto = "AutoModelForCausalLM" if family == "gpt2" else "AutoModel"
-    start = converted_folder(tmp_path, CAUSAL_FEW[3], family, auto)
-    settings = AdaptConfig(**SHORT, lora_rank=2, learning_rate=1e-2)
-    model = adapt(start, tmp_path / "out", settings, data=data)
-    assert type(model) is HEAD_CLASSES[family][type(model).__name__.removeprefix("LinAttn")]
-    inputs = inputs_for(auto)
-    loaded = type(model).from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(outputs_of(loaded, inputs), outputs_of(model, inputs))
-    fresh = type(model).from_pretrained(start).eval()
-    assert (outputs_of(fresh, inputs) - outputs_of(model, inputs)).abs().max() > 1e-3
-    # what only the adapter may change: all other weights are those of the start, or they are merged into it
-    adapted = PeftModel.from_pretrained(fresh, tmp_path / "out" / "adapter").eval()
-    torch.testing.assert_close(outputs_of(adapted, inputs), outputs_of(model, inputs), atol=1e-5, rtol=1e-5)
-    size = sum(p.stat().st_size for p in (tmp_path / "out" / "adapter").glob("*.safetensors"))
-    assert size < (tmp_path / "out" / "model.safetensors").stat().st_size
-    merged = adapted.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    again = type(model).from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(outputs_of(again, inputs), outputs_of(model, inputs), atol=1e-5, rtol=1e-5)
-
-
 # -- refusals ---------------------------------------------------------------------------------------
 
 
@@ -380,7 +223,7 @@ def test_trackers_count_on_through_the_stages(
 ) -> None:
     """W&B drops what has a smaller step than something before."""
     logged: list[tuple[int, str]] = []
-    monkeypatch.setattr("hf_linattn.adapt.run.check_tracker", lambda name: None)
+    monkeypatch.setattr("hf_linattn.adapt.inputs.check_tracker", lambda name: None)
     monkeypatch.setattr(Accelerator, "init_trackers", lambda *args, **kwargs: None)
     monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, next(iter(values)))))
     adapt(folder, tmp_path / "out", AdaptConfig(**{**SHORT, "eval_sequences": 0}, tracker="wandb"), data=data)

@@ -5,6 +5,8 @@ import json
 import logging
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_linattn import LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
 from hf_linattn.adapt.batches import Sequences
-from hf_linattn.adapt.loop import DIVERGED
+from hf_linattn.adapt.checkpoints import DIVERGED
+from hf_linattn.cli.main import main
 from hf_linattn.data.documents import DataConfig
 
 from .runs import SETTINGS, SHORT, Killed, converted_folder, killed_when, lines, losses, same_weights, write_documents
@@ -219,7 +223,7 @@ def test_killed_before_anything_was_written(
     def killed(*args: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr("hf_linattn.adapt.run._write_whole", killed)
+    monkeypatch.setattr("hf_linattn.adapt.run.write_text", killed)
     with pytest.raises(Killed):
         adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["training", ".lock"]
@@ -295,11 +299,11 @@ def test_streams_are_read_as_other_data_are(tmp_path: Path, folder: Path) -> Non
     for streaming in (False, True):
         config = DataConfig(dataset=str(path), label_column="kind", label_value="a", streaming=streaming)
         sequences = Sequences(data=config, tokenizer=tokenizer, length=32, whole=True)
-        pools.append(next(iter(sequences._pools())))
+        pools.append(next(iter(sequences.pools())))
     assert pools[0] == pools[1]
     assert {example.label for example in pools[1]} == {"yes", "no"}
     with pytest.raises(ValueError, match="max_per_class=1 needs all documents"):
-        next(Sequences(data=dataclasses.replace(config, max_per_class=1), tokenizer=tokenizer, length=32)._pools())
+        next(Sequences(data=dataclasses.replace(config, max_per_class=1), tokenizer=tokenizer, length=32).pools())
     # a ClassLabel of -1 is none
     features = Features({"text": Value("string"), "kind": ClassLabel(names=["a", "b"])})
     Dataset.from_dict({"text": ["w1 w2"] * 4, "kind": [0, 1, -1, 0]}, features=features).to_parquet(
@@ -307,7 +311,7 @@ def test_streams_are_read_as_other_data_are(tmp_path: Path, folder: Path) -> Non
     )
     config = DataConfig(dataset=str(tmp_path / "x.parquet"), label_column="kind", streaming=True)
     with pytest.raises(ValueError, match="row 2 has no class"):
-        list(Sequences(data=config, tokenizer=tokenizer, length=32, whole=True)._pools())
+        list(Sequences(data=config, tokenizer=tokenizer, length=32, whole=True).pools())
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -371,8 +375,8 @@ def test_the_tokenizer_that_was_given_is_saved(tmp_path: Path, folder: Path, dat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.0}, r"temperature=0.0 must be a finite number above 0"),
-        ({"learning_rate": math.inf}, "learning_rate=inf must be a finite number"),
+        ({"temperature": 0.0}, r"temperature=0.0 must be a number above 0"),
+        ({"learning_rate": math.inf}, "learning_rate=inf must be a number of at least 0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
         ({"adam_beta2": 1.0}, "adam_beta2=1.0 must be below 1"),
         ({"lora_rank": 2, "lora_dropout": 1.0}, "lora_dropout=1.0 must be below 1"),
@@ -424,3 +428,80 @@ def test_damaged_configs(change: dict[str, Any], message: str, tmp_path: Path, f
     (broken / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         adapt(broken, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "renamed"])
+def test_damaged_weights(damage: str, tmp_path: Path, folder: Path, data: DataConfig) -> None:
+    """One line that names the file, or of a weight that is gone its name; nothing is written."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    path = broken / "model.safetensors"
+    content = path.read_bytes()
+    name = b"encoder.layer.0.attention.self.query.weight"
+    path.write_bytes(
+        {
+            "cut": content[: len(content) // 2],
+            "flipped": bytes([255]) + content[1:],
+            "empty": b"",
+            "renamed": content.replace(name, name.replace(b"query", b"quers")),
+        }[damage]
+    )
+    message = rf"no weights for {name.decode()}" if damage == "renamed" else r"broken/model\.safetensors' is damaged"
+    with pytest.raises(ValueError, match=message):
+        adapt(broken, tmp_path / "out", AdaptConfig(**DISTIL), data=data)
+    assert damage == "renamed" or not (tmp_path / "out").exists()
+    if damage != "renamed":
+        with pytest.raises(ValueError, match=message):
+            adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data, base=broken)
+
+
+def test_token_ids_beyond_the_vocabulary(tmp_path: Path, folder: Path, data: DataConfig) -> None:
+    """Ids may have gaps: a tokenizer of few tokens can have an id that the model has not."""
+    words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5, 99))]
+    vocabulary = {word: index for index, word in enumerate(words)} | {"w99": 150}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    settings["model"]["vocab"] = vocabulary
+    wide = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(settings)), pad_token="[PAD]", mask_token="[MASK]"
+    )
+    assert len(wide) == 100
+    with pytest.raises(ValueError, match=r"the id of its token 'w99' is 150, and the model's vocab_size=100 allows 0"):
+        adapt(folder, tmp_path / "out", AdaptConfig(**DISTIL), data=data, tokenizer=wide)
+    assert not (tmp_path / "out").exists()
+
+
+_LIMITED = """
+import json, resource, signal, sys
+import torch
+from hf_linattn.cli.main import main
+torch.set_num_threads(1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from hf_linattn.adapt import checkpoints
+original, written = checkpoints.write, []
+def write(*arguments):
+    # a limit to the size of files is what a full disk is: less than the second checkpoint needs
+    if len(written) == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    written.append(arguments)
+    original(*arguments)
+checkpoints.write = write
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk(tmp_path: Path, folder: Path, data: DataConfig) -> None:
+    """One line says what is kept, and the same command ends as if the disk had not been full."""
+    settings = {**DISTIL, "eval_sequences": 0}
+    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    call = ["adapt", str(folder), "--dataset", data.dataset, *options, "--output", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, *call], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert "the disk is full" in told and "the last checkpoint is intact" in told and "same command continues" in told
+    assert "Traceback" not in done.stderr
+    assert main(call) == 0
+    adapt(folder, tmp_path / "unbroken", AdaptConfig(**settings), data=data)
+    assert same_weights(tmp_path / "out", tmp_path / "unbroken")

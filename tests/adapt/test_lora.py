@@ -10,8 +10,14 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
+from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES
 
-from ..helpers import tokens
+from ..helpers import (
+    CAUSAL_FEW,
+    inputs_for,
+    outputs_of,
+    tokens,
+)
 from .runs import PROJECTED, SHORT, converted_folder
 
 TASK = {**SHORT, "transfer_steps": 0, "distil_steps": 0, "task_steps": 4, "lora_rank": 2}
@@ -71,3 +77,26 @@ def test_an_output_layer_that_is_the_embedding_has_no_adapter(tmp_path: Path, da
     config = AdaptConfig(**{**SHORT, "lora_rank": 2, "lora_targets": ["c_attn", "lm_head"]})
     with pytest.raises(ValueError, match=r"lora_targets=.*lm_head.*the output layer is the embedding too"):
         adapt(start, tmp_path / "out", config, data=data)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_lora_reload_and_merge(family: str, tmp_path: Path, data: DataConfig) -> None:
+    auto = "AutoModelForCausalLM" if family == "gpt2" else "AutoModel"
+    start = converted_folder(tmp_path, CAUSAL_FEW[3], family, auto)
+    settings = AdaptConfig(**SHORT, lora_rank=2, learning_rate=1e-2)
+    model = adapt(start, tmp_path / "out", settings, data=data)
+    assert type(model) is HEAD_CLASSES[family][type(model).__name__.removeprefix("LinAttn")]
+    inputs = inputs_for(auto)
+    loaded = type(model).from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(outputs_of(loaded, inputs), outputs_of(model, inputs))
+    fresh = type(model).from_pretrained(start).eval()
+    assert (outputs_of(fresh, inputs) - outputs_of(model, inputs)).abs().max() > 1e-3
+    # what only the adapter may change: all other weights are those of the start, or they are merged into it
+    adapted = PeftModel.from_pretrained(fresh, tmp_path / "out" / "adapter").eval()
+    torch.testing.assert_close(outputs_of(adapted, inputs), outputs_of(model, inputs), atol=1e-5, rtol=1e-5)
+    size = sum(p.stat().st_size for p in (tmp_path / "out" / "adapter").glob("*.safetensors"))
+    assert size < (tmp_path / "out" / "model.safetensors").stat().st_size
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    again = type(model).from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(outputs_of(again, inputs), outputs_of(model, inputs), atol=1e-5, rtol=1e-5)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -16,12 +15,11 @@ import torch
 from transformers import AutoModel
 
 from hf_linattn.adapt import AdaptConfig, adapt, checkpoints
-from hf_linattn.adapt.batches import Sequences, collate, tokenize
 from hf_linattn.adapt.metrics_log import MetricsFile
 from hf_linattn.data.documents import DataConfig
 
 from ..helpers import converted_model, inputs_for, outputs_of, tiny_model
-from .runs import LEARNED, SETTINGS, Killed, losses, same_weights
+from .runs import LEARNED, SETTINGS, Killed, killed_when, losses, same_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +55,7 @@ def test_stopped_at_any_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = 0
-    original, rename = checkpoints.write, Path.rename
+    original, replace = checkpoints.write, os.replace
 
     def write(target: Path, *arguments: Any) -> None:
         nonlocal count
@@ -67,12 +65,12 @@ def test_stopped_at_any_checkpoint(
             raise Killed
         if last and when == "within":
             # the old one is aside, and the new one not yet in its place
-            def killed(path: Path, new: Path) -> Path:
-                if path.name.endswith("-new"):
+            def killed(path: Path, new: Path) -> None:
+                if Path(new).name == "checkpoint":
                     raise Killed
-                return rename(path, new)
+                replace(path, new)
 
-            monkeypatch.setattr(Path, "rename", killed)
+            monkeypatch.setattr(os, "replace", killed)
         original(target, *arguments)
         if last:
             raise Killed
@@ -85,6 +83,22 @@ def test_stopped_at_any_checkpoint(
     adapt(folder, output, AdaptConfig(**SETTINGS), data=data)
     assert losses(output) == losses(unbroken)
     assert same_weights(output, unbroken)
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_the_record_of_a_killed_run_is_that_of_one_left_alone(
+    step: int, folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path
+) -> None:
+    """Also where the best evaluation is the last one, of which no weights are kept beside the checkpoint."""
+    with killed_when(lambda target, state: target.name == "checkpoint" and state["progress"].get("step") == step):
+        adapt(folder, tmp_path / "out", AdaptConfig(**SETTINGS), data=data)
+    adapt(folder, tmp_path / "out", AdaptConfig(**SETTINGS), data=data)
+    records = [json.loads((output / "config.json").read_text()) for output in (tmp_path / "out", unbroken)]
+    stages = [record["linattn_training"]["stages"] for record in records]
+    for stage in (*stages[0], *stages[1]):
+        del stage["seconds"]
+    assert stages[0] == stages[1]
+    assert stages[1][0]["chosen_step"] == 6
 
 
 def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
@@ -108,7 +122,13 @@ def test_killed_by_the_system(folder: Path, data: DataConfig, unbroken: Path, tm
 
 def launched(config: str, arguments: list[Any], *options: str) -> list[str]:
     """Two processes under `accelerate launch`; what they say."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"scripts/accelerate/{config}.yaml"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"scripts/accelerate_configs/{config}.yaml",
+    ]
     launch += [*options, "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
     result = subprocess.run(
         [*launch, "-m", "tests.adapt.adapt_run", *map(str, arguments)],
@@ -211,66 +231,3 @@ def test_checkpoints_of_model_and_optimizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not fit the model"):
         checkpoints.load_model_state(tiny_model(), checkpoints.read_model(found))
     assert checkpoints.find(tmp_path / "none") is None
-
-
-class Words:
-    """A tokenizer whose tokens are words."""
-
-    def __call__(self, texts: Any, **kwargs: Any) -> dict[str, Any]:
-        if isinstance(texts, str):
-            return {"input_ids": [int(word) for word in texts.split()]}
-        return {"input_ids": [[int(word) for word in text.split()][: kwargs["max_length"]] for text in texts]}
-
-
-def numbered(path: Path, documents: int = 9) -> DataConfig:
-    """Documents of 30 to 70 words, each word of them another number."""
-    chance, word = random.Random(1), 10_000
-    with path.open("w") as file:
-        for _ in range(documents):
-            length = chance.randrange(30, 70)
-            file.write(json.dumps({"text": " ".join(map(str, range(word, word + length)))}) + "\n")
-            word += length
-    return DataConfig(dataset=str(path))
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_batches_depend_on_the_step_alone(streaming: bool, tmp_path: Path) -> None:
-    data = dataclasses.replace(numbered(tmp_path / "numbers.jsonl"), streaming=streaming)
-    sequences = Sequences(data=data, tokenizer=Words(), length=12, pool=20, held_out=3)
-    steps = 40
-    batches = [batch for _, batch in zip(range(steps), sequences.batches(4), strict=False)]
-    for start in (1, 7, 25, 39):
-        assert (
-            next(Sequences(data=data, tokenizer=Words(), length=12, pool=20, held_out=3).batches(4, start))
-            == (batches[start])
-        )
-    held = {example.text for example in sequences.evaluation()}
-    used = [example.text for batch in batches for example in batch]
-    assert len(held) == 3 and not held & set(used)
-    # every word is in one piece and in no other, and pieces fill their sequences
-    words = [word for text in {*held, *used} for word in text.split()]
-    assert len(words) == len(set(words)) > 300
-    assert sum(len(text.split()) >= 11 for text in set(used)) > 0.5 * len(set(used))
-    # rows of like length meet
-    spread = [max(len(e.text) for e in batch) - min(len(e.text) for e in batch) for batch in batches]
-    assert sum(spread) / steps < 25
-
-
-def test_rows_are_padded_at_the_end() -> None:
-    rows = tokenize(
-        [*[type("E", (), {"text": "7 8 9", "label": "b"})()], type("E", (), {"text": "7", "label": "a"})()],
-        Words(),
-        2,
-        {"a": 0, "b": 1},
-    )
-    batch = collate(rows, 1, torch.device("cpu"))
-    assert batch["input_ids"].tolist() == [[7, 8], [7, 1]]
-    assert batch["attention_mask"].tolist() == [[1, 1], [1, 0]]
-    assert batch["labels"].tolist() == [1, 0]
-    assert "attention_mask" not in collate(rows[:1], 1, torch.device("cpu"))
-    tokens = collate(
-        [{"input_ids": [5, 6], "labels": [5, -100]}, {"input_ids": [5], "labels": [5]}], 1, torch.device("cpu")
-    )
-    assert tokens["labels"].tolist() == [[5, -100], [5, -100]]
-    with pytest.raises(ValueError, match="label 'b' is not one of 'a'"):
-        tokenize([type("E", (), {"text": "7", "label": "b"})()], Words(), 2, {"a": 0})

@@ -9,10 +9,10 @@ from transformers import AutoModel
 
 from hf_linattn import LayerwiseConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.conversion.summary import linear_flops, softmax_flops, summarize
-from hf_linattn.evaluate.models import make_columns
+from hf_linattn.evaluate.models import compared_models
 from hf_linattn.modeling.configuration_linattn import AttentionConfig
 from hf_linattn.publish.card import model_card
-from hf_linattn.utils.reports import attention_text
+from hf_linattn.utils.labels import attention_text
 
 from ..helpers import tiny_model, tokens
 
@@ -86,9 +86,9 @@ def test_reports_and_cards_tell_the_layers_apart(tmp_path) -> None:
     # one layer has no far part: the branches cannot be switched off apart
     tiny_model("bert").save_pretrained(tmp_path / "base")
     base = str(tmp_path / "base")
-    assert [column.name for column in make_columns(base, {"mixed": str(tmp_path / "mixed")})][2:] == ["mixed"]
+    assert [column.name for column in compared_models(base, {"mixed": str(tmp_path / "mixed")})][2:] == ["mixed"]
     convert(tiny_model("bert"), CONFIG).save_pretrained(tmp_path / "both")
-    names = [column.name for column in make_columns(base, {"both": str(tmp_path / "both")})]
+    names = [column.name for column in compared_models(base, {"both": str(tmp_path / "both")})]
     assert names[2:] == ["both", "both, near only", "both, far only"]
 
 

@@ -24,13 +24,17 @@ from hf_linattn.cli.main import main
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.batches import run_batches
 from hf_linattn.evaluate.compare import CompareConfig, compare
-from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, load_model, load_tokenizer, make_columns
+from hf_linattn.evaluate.footprint import Footprint
+from hf_linattn.evaluate.metrics import load_metric
+from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, ComparedModel, compared_models, load_model, load_tokenizer
 from hf_linattn.evaluate.report import card_section, crossovers, load_report, markdown
-from hf_linattn.evaluate.tasks import TASKS
-from hf_linattn.evaluate.tasks.base import TaskConfig
-from hf_linattn.evaluate.tasks.language_modeling import detokenized, token_nll, windows
-from hf_linattn.evaluate.tasks.probing import PasskeyProbe
-from hf_linattn.evaluate.tasks.similarity import ndcg, neighbour_correlation
+from hf_linattn.evaluate.tasks import TASKS, TaskConfig
+from hf_linattn.evaluate.tasks.base import Metric
+from hf_linattn.evaluate.tasks.embeddings import neighbor_correlation
+from hf_linattn.evaluate.tasks.language_modeling import token_nll, windows
+from hf_linattn.evaluate.tasks.passkey_probe import PasskeyProbe
+from hf_linattn.evaluate.tasks.retrieval import ranking_quality
+from hf_linattn.evaluate.tasks.token_loss import detokenized
 from hf_linattn.publish.card import model_card, read_report
 from hf_linattn.utils.memory import PeakMemory
 
@@ -124,7 +128,7 @@ def test_columns_of_a_probe(encoder: str, corpus: Path, tmp_path: Path) -> None:
 
 
 def test_branches_differ_and_are_those_of_the_model(encoder: str) -> None:
-    columns = {column.name: column for column in make_columns(encoder, {"joined": JOINED})}
+    columns = {column.name: column for column in compared_models(encoder, {"joined": JOINED})}
     ids = torch.arange(5, 60)[None]
     outputs = {}
     for name in ("joined", "joined, near only", "joined, far only"):
@@ -139,7 +143,7 @@ def test_branches_differ_and_are_those_of_the_model(encoder: str) -> None:
 
 
 def test_extended_softmax_reads_on(encoder: str) -> None:
-    columns = {column.name: column for column in make_columns(encoder, {})}
+    columns = {column.name: column for column in compared_models(encoder, {})}
     own = load_model(columns[TRUNCATED], encoder, auto_class="AutoModel", max_length=POSITIONS)
     longer = load_model(columns[EXTENDED], encoder, auto_class="AutoModel", max_length=3 * POSITIONS)
     ids = torch.arange(5, 60)[None]
@@ -441,16 +445,16 @@ def test_crossover_on_logarithmic_axes() -> None:
     assert crossovers({"footprint": footprint}) == {"late": pytest.approx(2048), "always": 256, "never": None}
 
 
-def test_neighbour_correlation_and_ndcg() -> None:
+def test_neighbor_correlation_and_ndcg() -> None:
     angles = np.array([0.0, 0.1, 0.3, 0.7])
     ours = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    assert neighbour_correlation(ours, ours) == pytest.approx(np.ones(4))
+    assert neighbor_correlation(ours, ours) == pytest.approx(np.ones(4))
     with pytest.raises(ValueError, match="2 documents"):
-        neighbour_correlation(ours[:2], ours[:2])
+        neighbor_correlation(ours[:2], ours[:2])
     similarity = np.array([1.0, 0.9, 0.8, 0.1])
-    assert ndcg(similarity, 0, {1}) == 1
-    assert ndcg(similarity, 0, {2}) == pytest.approx(1 / np.log2(3))
-    assert ndcg(similarity, 0, {1, 3}) == pytest.approx((1 + 0.5) / (1 + 1 / np.log2(3)))
+    assert ranking_quality(similarity, 0, {1}) == 1
+    assert ranking_quality(similarity, 0, {2}) == pytest.approx(1 / np.log2(3))
+    assert ranking_quality(similarity, 0, {1, 3}) == pytest.approx((1 + 0.5) / (1 + 1 / np.log2(3)))
 
 
 def test_detokenized() -> None:
@@ -533,7 +537,7 @@ def test_a_head_without_weights_is_refused(corpus: Path, tmp_path: Path) -> None
         ({"mask_fraction": 1.0}, "mask_fraction=1.0 must be between 0 and 1"),
         ({"stride": 0}, "stride=0"),
         ({"pair_columns": ["a"]}, "must be two names"),
-        ({"regularization": 0.0}, "regularization=0.0 must be above 0"),
+        ({"regularization": 0.0}, "regularization=0.0 must be a number above 0"),
     ],
 )
 def test_options_are_checked(fields: dict[str, Any], message: str) -> None:
@@ -572,20 +576,83 @@ def test_command(encoder: str, corpus: Path, tmp_path: Path, capsys: pytest.Capt
     assert "--split needs --dataset" in capsys.readouterr().err
 
 
+def test_values_are_those_of_evaluate(
+    encoder: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the fast functions the report has the intervals alone."""
+    loaded: list[str] = []
+
+    def load(name: str) -> Any:
+        loaded.append(name)
+        return load_metric(name)
+
+    monkeypatch.setattr("hf_linattn.evaluate.tasks.base.load_metric", load)
+    call: dict[str, Any] = {
+        "data": data(corpus),
+        "task_config": TaskConfig(lengths=[32], truncate=True, folds=2),
+        "config": NO_FOOTPRINT,
+    }
+    report = compare(encoder, {}, "probe", tmp_path, **call)
+    assert set(loaded) == {"accuracy", "f1"}
+    # a module that names another value
+    monkeypatch.setattr(Metric, "compute", lambda self, outcomes: 7.0)
+    changed = compare(encoder, {}, "probe", tmp_path, **call)
+    assert set(values(changed, "accuracy").values()) == {7.0}
+    before, after = (r["tasks"][0]["cells"][0]["metrics"]["accuracy"] for r in (report, changed))
+    assert (before["low"], before["high"]) == (after["low"], after["high"])
+
+
+def test_without_matplotlib_the_extra_is_named(
+    encoder: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_linattn.evaluate.report.has_matplotlib", lambda: False)
+    call = ["evaluate", encoder, "--task", "embeddings", "--dataset", str(corpus), "--lengths", "16", "--truncate"]
+    assert main([*call, "--no-footprint", "--resamples", "20", "--output", str(tmp_path / "report")]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.endswith("report.md and report.json; for plots: pip install 'hf-linattn[plots]'.")
+    assert not list((tmp_path / "report").glob("*.png"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_while_time_is_measured(
+    error: type[BaseException], encoder: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the quality, and what there is of the rest; the same call adds what is missing."""
+    calls: list[str] = []
+
+    def measured(compared: ComparedModel, base: str, length: int, **options: Any) -> Footprint:
+        calls.append(compared.name)
+        if len(calls) == 2:
+            raise error
+        return Footprint(compared.name, length, 1.0, length / 1.0, 1024)
+
+    monkeypatch.setattr(sys.modules["hf_linattn.evaluate.compare"], "footprint", measured)
+    call: dict[str, Any] = {"data": data(corpus), "task_config": TaskConfig(lengths=[16], truncate=True)}
+    with pytest.raises(error):
+        compare(encoder, {}, "embeddings", tmp_path, config=CompareConfig(resamples=20), **call)
+    report = load_report(tmp_path / "report.json")
+    assert len(values(report, "rank correlation")) == 2
+    assert [row["column"] for row in report["footprint"]] == [EXTENDED]
+    assert (tmp_path / "report.md").is_file()
+    again = compare(encoder, {}, "embeddings", tmp_path, config=CompareConfig(resamples=20), **call)
+    assert {row["column"] for row in again["footprint"]} == {EXTENDED, TRUNCATED}
+    assert calls == [EXTENDED, TRUNCATED, TRUNCATED]
+
+
 # Interrupted in the second cell, in a process of its own.
 _SLOW = """
 import signal, sys, time
 # a process that a shell started in the background ignores it
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import hf_linattn.evaluate.tasks.probing as probing
-original, calls = probing.Probe.outcomes, []
+import hf_linattn.evaluate.tasks.probe as probe
+original, calls = probe.Probe.outcomes, []
 def slow(self, runner, reference, length):
     calls.append(length)
     if len(calls) == 2:
         print("second", flush=True)
         time.sleep(60)
     return original(self, runner, reference, length)
-probing.Probe.outcomes = slow
+probe.Probe.outcomes = slow
 from hf_linattn.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -622,8 +689,13 @@ def test_two_processes_agree_with_one(encoder: str, corpus: Path, tmp_path: Path
     assert main([*call, "--output", str(tmp_path / "one")]) == 0
     root = Path(__file__).parents[2]
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    launch += ["--config_file", str(root / "scripts" / "accelerate" / "multi_cpu.yaml"), "--main_process_port", "0"]
-    launch += ["--num_cpu_threads_per_process", "1", str(root / "scripts" / "evaluate.py"), *call[1:]]
+    launch += [
+        "--config_file",
+        str(root / "scripts" / "accelerate_configs" / "multi_cpu.yaml"),
+        "--main_process_port",
+        "0",
+    ]
+    launch += ["--num_cpu_threads_per_process", "1", str(root / "scripts" / "evaluate_checkpoint.py"), *call[1:]]
     done = subprocess.run(
         [*launch, "--output", str(tmp_path / "two")],
         stdin=subprocess.DEVNULL,

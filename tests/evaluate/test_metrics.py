@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import evaluate
 import numpy as np
 import pytest
 
+from hf_linattn.evaluate import metrics
 from hf_linattn.evaluate.metrics import METRICS, load_metric, metric_function
 
 from ..helpers import run_python
@@ -66,6 +68,26 @@ def test_means_are_means_of_documents(name: str, predictions: Any, references: A
         assert values.mean() == pytest.approx(expected, abs=1e-12)
     else:
         assert per_document is None
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_the_function_of_the_bootstrap_is_the_module_of_evaluate(name: str) -> None:
+    """On documents with ties, of several classes; the module is loaded by the path of the installed package."""
+    draw = np.random.default_rng(0)
+    scores, labels = draw.integers(0, 20, 60) / 7, draw.integers(0, 4, 60)
+    arguments: dict[str, list[Any]] = {
+        "accuracy": [draw.integers(0, 4, 60), labels],
+        "f1": [draw.integers(0, 4, 60), labels],
+        "mean": [scores],
+        "ndcg": [draw.integers(0, 9, (20, 15)) / 3, draw.integers(0, 2, (20, 15)).astype(float)],
+        "perplexity": [scores * 9, draw.integers(1, 50, 60)],
+        "roc_auc": [scores, labels % 2],
+        "spearman": [scores, draw.integers(0, 20, 60) / 3],
+    }
+    arrays = [array.tolist() for array in arguments[name]]
+    module = evaluate.load(str(Path(metrics.__file__).with_name(f"{name}.py")), keep_in_memory=True)
+    computed = module.compute(**dict(zip(("predictions", "references"), arrays, strict=False)))
+    assert computed[name] == pytest.approx(metric_function(name)(*arrays), abs=1e-12)
 
 
 def test_examples_in_batches() -> None:

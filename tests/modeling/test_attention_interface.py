@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from hf_linattn.modeling.causal_linformer import CausalLinformerAttention
+from hf_linattn.modeling.causal_performer import CausalPerformerAttention
+from hf_linattn.modeling.linformer import LinformerAttention
+from hf_linattn.modeling.performer import PerformerAttention
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function

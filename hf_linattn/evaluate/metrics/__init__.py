@@ -9,6 +9,8 @@ from typing import Any
 import evaluate
 import numpy as np
 
+from ...modeling.validation import check_choice
+
 #: Names of the metrics; each is a file of this folder.
 METRICS = ("accuracy", "f1", "mean", "ndcg", "perplexity", "roc_auc", "spearman")
 
@@ -43,7 +45,7 @@ def load_metric(name: str) -> evaluate.EvaluationModule:
     Raises:
         ValueError: there is no such metric; the message lists those that there are.
     """
-    _check(name)
+    check_choice("metrics", "metric", name, METRICS)
     return evaluate.load(str(Path(__file__).with_name(f"{name}.py")), keep_in_memory=True)
 
 
@@ -53,7 +55,7 @@ def metric_function(name: str) -> MetricFunction:
     Raises:
         ValueError: there is no such metric; the message lists those that there are.
     """
-    _check(name)
+    check_choice("metrics", "metric", name, METRICS)
     module = importlib.import_module(f".{name}", __name__)
     return MetricFunction(
         name=name,
@@ -61,8 +63,3 @@ def metric_function(name: str) -> MetricFunction:
         per_document=getattr(module, "per_document", None),
         higher_is_better=module.HIGHER_IS_BETTER,
     )
-
-
-def _check(name: str) -> None:
-    if name not in METRICS:
-        raise ValueError(f"metric={name!r} is not one of {', '.join(map(repr, METRICS))}.")

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ...data.documents import DataConfig, Documents, load_documents
-from ..metrics import MetricFunction, metric_function
-from ..runner import POOLINGS, Runner
+from ...modeling.validation import check_bool, check_integer, check_number
+from ..metrics import MetricFunction, load_metric, metric_function
+from ..runner import Runner
 
 #: One list per name, all with one entry per document.
 Outcomes = dict[str, list[Any]]
-DETOKENIZERS = ("none", "wikitext")
 
 
 @dataclass(kw_only=True)
-class TaskConfig:
-    """Options of the tasks; each tells which of them use it.
+class TaskOptions:
+    """Options of every task; a task that has more has a subclass beside it.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names it.
@@ -33,44 +33,19 @@ class TaskConfig:
         metadata={"help": "Cut documents that are longer than the greatest length, instead of refusing them."},
     )
     seed: int = field(default=0, metadata={"help": "Seed of folds, masks and generated examples."})
-    pooling: str = field(
-        default="mean",
-        metadata={"help": "probe, pairs, embeddings: how states become one embedding.", "choices": POOLINGS},
-    )
-    folds: int = field(default=5, metadata={"help": "probe, pairs, passkey-probe: folds of the cross-validation."})
-    regularization: float = field(
-        default=1.0, metadata={"help": "probe, pairs, passkey-probe: C of the logistic regression."}
-    )
-    test_dataset: str | None = field(
-        default=None,
-        metadata={"help": "probe: another source with the same columns and classes, on which the probe is tested too."},
-    )
-    test_split: str | None = field(default=None, metadata={"help": "probe: split of the other source, or of the same."})
-    pair_columns: list[str] = field(
-        default_factory=lambda: ["a", "b"],
-        metadata={"help": "pairs, retrieval: the columns of both texts, or of their ids. Default: a b."},
-    )
-    pair_texts: str | None = field(
-        default=None,
-        metadata={"help": "pairs, retrieval: file or Hub id with the texts of the ids. Default: the pairs hold texts."},
-    )
-    max_pair_texts: int | None = field(
-        default=None, metadata={"help": "pairs, retrieval: use pairs of at most this many texts. Default: all."}
-    )
-    stride: int | None = field(
-        default=None,
-        metadata={
-            "help": "language-modeling: new tokens per window, of a document read in windows. Default: half of one."
-        },
-    )
-    detokenizer: str = field(
-        default="none",
-        metadata={
-            "help": "language-modeling, masked-lm: undo the tokenization of a dataset first.",
-            "choices": DETOKENIZERS,
-        },
-    )
-    mask_fraction: float = field(default=0.15, metadata={"help": "masked-lm: share of tokens to be predicted."})
+
+    def __post_init__(self) -> None:
+        if not self.lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 8 for n in self.lengths):
+            raise ValueError(f"{type(self).__name__}: lengths={self.lengths!r} must be integers of at least 8.")
+        self.lengths = sorted(set(self.lengths))
+        check_bool(type(self).__name__, "truncate", self.truncate)
+        check_integer(type(self).__name__, "seed", self.seed, 0)
+
+
+@dataclass(kw_only=True)
+class ExampleOptions(TaskOptions):
+    """Options of tasks whose examples are generated."""
+
     examples: int = field(default=100, metadata={"help": "passkey-probe and generated tasks: number of examples."})
     depth: float | None = field(
         default=None,
@@ -82,26 +57,13 @@ class TaskConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 8 for n in self.lengths):
-            raise ValueError(f"lengths={self.lengths!r} must be integers of at least 8.")
-        self.lengths = sorted(set(self.lengths))
-        for name, least in {"folds": 2, "examples": 1, "min_distance": 0, "seed": 0}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-        for name in ("stride", "max_pair_texts"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-        for name, allowed in {"pooling": POOLINGS, "detokenizer": DETOKENIZERS}.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}.")
-        if self.regularization <= 0:
-            raise ValueError(f"regularization={self.regularization!r} must be above 0.")
-        if not 0 < self.mask_fraction < 1:
-            raise ValueError(f"mask_fraction={self.mask_fraction!r} must be between 0 and 1.")
-        if len(self.pair_columns) != 2:
-            raise ValueError(f"pair_columns={self.pair_columns!r} must be two names.")
+        super().__post_init__()
+        check_integer(type(self).__name__, "examples", self.examples, 1)
+        check_integer(type(self).__name__, "min_distance", self.min_distance, 0)
+        if self.depth is not None:
+            check_number(type(self).__name__, "depth", self.depth, 0)
+            if self.depth > 1:
+                raise ValueError(f"{type(self).__name__}: depth={self.depth!r} must be from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -113,6 +75,16 @@ class Metric:
     reads: tuple[str, ...]
     higher_is_better: bool
     guess: float | None = None
+
+    def arrays(self, outcomes: Outcomes) -> list[list[Any]]:
+        """The arguments of the metric, one entry per document each."""
+        return [outcomes[name] for name in self.reads]
+
+    def compute(self, outcomes: Outcomes) -> float:
+        """The metric by its module of `evaluate`; NaN where it is not defined."""
+        arguments = dict(zip(("predictions", "references"), self.arrays(outcomes), strict=False))
+        # loaded anew: a module keeps the type of its first inputs
+        return float(load_metric(self.function.name).compute(**arguments)[self.function.name])
 
 
 def metric(
@@ -149,8 +121,11 @@ class Task:
     name: ClassVar[str]
     auto_class: ClassVar[str] = "AutoModel"
     needs_data: ClassVar[bool] = True
+    #: names of the options that the outcomes depend on, beside the lengths
+    used: ClassVar[tuple[str, ...]] = ()
+    config: TaskOptions
 
-    def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.needs_data and data is None:
             raise ValueError(f"task={self.name!r} needs a dataset.")
         self.config, self.data, self.tokenizer = config, data, tokenizer
@@ -163,15 +138,15 @@ class Task:
         """What the metrics read: one entry per document.
 
         Args:
-            runner: the column to be measured.
-            reference: the column of extended softmax.
+            runner: the model to be measured.
+            reference: extended softmax.
             length: tokens to which documents are cut.
         """
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
-        """The options that this task uses, for the report and to tell whether a finished cell still holds."""
-        raise NotImplementedError
+        """The options that this task uses, for the report and to tell whether a finished cell is still valid."""
+        return {name: getattr(self.config, name) for name in self.used}
 
     def documents(self) -> dict[str, Any]:
         """How many documents there are, and how many were left out: for the report."""
@@ -182,7 +157,7 @@ class Task:
         raise NotImplementedError
 
     def fingerprint(self) -> Any:
-        """Changes when the task or its documents change: what was measured then no longer holds."""
+        """Changes when the task or its documents change: what was measured is then no longer valid."""
         return [self.name, self.settings(), self.documents()]
 
 
@@ -197,7 +172,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
 class DocumentTask(Task):
     """A task on the documents of a dataset, which are tokenized once."""
 
-    def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, data, tokenizer)
         self._prefix, self._suffix = _special_tokens(tokenizer)
         self._documents = self._load()

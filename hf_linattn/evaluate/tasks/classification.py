@@ -1,13 +1,11 @@
 """Document classification by a model's own head, fine-tuned before."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ...data.documents import DataConfig, Documents
 from ..runner import Runner
-from .base import DocumentTask, Metric, Outcomes, TaskConfig, metric, most_frequent
+from .base import DocumentTask, Metric, Outcomes, TaskOptions, metric, most_frequent
 
 
 class Classification(DocumentTask):
@@ -16,7 +14,7 @@ class Classification(DocumentTask):
     name = "classification"
     auto_class = "AutoModelForSequenceClassification"
 
-    def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, data, tokenizer)
         model_config = AutoConfig.from_pretrained(tokenizer.name_or_path)
         self._labels = [label_id(str(document.label), model_config.label2id) for document in self._documents]
@@ -38,9 +36,6 @@ class Classification(DocumentTask):
             return model(input_ids=ids, attention_mask=mask).logits.argmax(-1).tolist()
 
         return {"label": self._labels, "prediction": runner.run(self.at_length(length, runner.limit), read)}
-
-    def settings(self) -> dict[str, Any]:
-        return {}
 
 
 def label_id(label: str, label2id: dict[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""Tasks of known answer on a model's language modelling head: copy, passkey, recall, ListOps."""
+"""Tasks of known answer on a model's language modeling head: copy, passkey, recall, ListOps."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from ...data.documents import TOPICS, DataConfig, load_documents
 from ...modeling.architectures import FAMILIES
 from ..runner import Runner
-from .base import Metric, Outcomes, Task, TaskConfig, metric
+from .base import ExampleOptions, Metric, Outcomes, Task, metric
 from .synthetic import Example, SyntheticConfig, make_examples, score
 
 
@@ -19,9 +19,11 @@ class _Generated(Task):
     """
 
     needs_data = False
+    used = ("examples", "seed", "min_distance", "depth")
+    config: ExampleOptions
     auto_class: ClassVar[str] = ""
 
-    def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: ExampleOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, data, tokenizer)
         causal = FAMILIES[AutoConfig.from_pretrained(tokenizer.name_or_path).model_type].causal
         self.auto_class = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"  # type: ignore[misc]
@@ -63,10 +65,6 @@ class _Generated(Task):
 
         results = runner.run([example.input_ids for example in examples], read)
         return {"exact": [exact for exact, _ in results], "right": [right for _, right in results]}
-
-    def settings(self) -> dict[str, Any]:
-        names = ("examples", "seed", "min_distance", "depth")
-        return {name: getattr(self.config, name) for name in names}
 
     def documents(self) -> dict[str, Any]:
         return {"examples": self.config.examples}

@@ -1,8 +1,7 @@
-"""Language modelling: perplexity by length and by position, and the loss of masked tokens."""
+"""Causal language modeling: perplexity by length and by position."""
 
-import random
-import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from ...data.documents import DataConfig, Document, Documents
+from ...data.documents import DataConfig
 from ...modeling.architectures import FAMILIES
+from ...modeling.validation import check_integer
 from ..runner import Runner
-from .base import DocumentTask, Metric, Outcomes, TaskConfig, metric
+from .base import Metric, Outcomes, metric
+from .token_loss import TokenLoss, TokenLossOptions
 
 #: Positions are told apart by these edges: tokens from one to the next share one perplexity.
 POSITION_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1 << 62)
@@ -22,15 +23,20 @@ POSITION_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65
 _LOGIT_ROWS = 512
 
 
-def detokenized(text: str, detokenizer: str) -> str:
-    """The text as its author wrote it; "wikitext" undoes the spaces and the @ of WikiText."""
-    if detokenizer == "none":
-        return text
-    text = re.sub(r" @([-,.])@ ", r"\1", text)
-    text = re.sub(r" ([,.:;!?)\]}'])", r"\1", text)
-    text = re.sub(r"([(\[{]) ", r"\1", text)
-    text = re.sub(r'" ([^"]*?) "', r'"\1"', text)
-    return re.sub(r" n't", "n't", text).replace(" = = ", "\n").strip()
+@dataclass(kw_only=True)
+class LanguageModelingOptions(TokenLossOptions):
+    """Options of causal language modeling."""
+
+    stride: int | None = field(
+        default=None,
+        metadata={
+            "help": "language-modeling: new tokens per window, of a document read in windows. Default: half of one."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(type(self).__name__, "stride", self.stride, 1, optional=True)
 
 
 def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -47,27 +53,21 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
         first, start = end, min(start + stride, end - 1)
 
 
-class _TokenLoss(DocumentTask):
-    """What both losses share: texts without what a dataset's tokenization did to them."""
-
-    def _load(self) -> Documents:
-        documents = super()._load()
-        texts = [detokenized(document.text, self.config.detokenizer) for document in documents]
-        kept = [Document(d.id, text, d.label, d.group) for d, text in zip(documents, texts, strict=True)]
-        return Documents(kept, documents.empty)
-
-
-class LanguageModeling(_TokenLoss):
+class LanguageModeling(TokenLoss):
     """Perplexity of a causal LM, over whole documents and by position.
 
     Softmax truncated reads a document in overlapping windows of its own length, and the others all of it at once;
-    every column predicts the same tokens.
+    every model predicts the same tokens.
     """
 
     name = "language-modeling"
+    used = ("stride", "detokenizer", "seed")
+    config: LanguageModelingOptions
     auto_class = "AutoModelForCausalLM"
 
-    def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, config: LanguageModelingOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model_type = AutoConfig.from_pretrained(tokenizer.name_or_path).model_type
         if not FAMILIES[model_type].causal:
             raise ValueError(f"task='language-modeling': {model_type} is an encoder; use 'masked-lm'.")
@@ -107,72 +107,7 @@ class LanguageModeling(_TokenLoss):
         }
 
     def settings(self) -> dict[str, Any]:
-        stride = self.config.stride or "half a window"
-        return {"stride": stride, "detokenizer": self.config.detokenizer, "seed": self.config.seed}
-
-
-class MaskedLanguageModeling(_TokenLoss):
-    """Loss and accuracy of a masked LM on the same hidden tokens in all columns.
-
-    Each chosen token is replaced by the mask token. Softmax truncated reads a document in pieces of its own length.
-    """
-
-    name = "masked-lm"
-    auto_class = "AutoModelForMaskedLM"
-
-    def __init__(self, config: TaskConfig, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, data, tokenizer)
-        if tokenizer.mask_token_id is None:
-            raise ValueError("task='masked-lm': the tokenizer has no mask token.")
-
-    def metrics(self) -> list[Metric]:
-        return [
-            metric("perplexity", ("nll", "tokens")),
-            metric("mean", ("accuracy",), called="accuracy", higher_is_better=True),
-        ]
-
-    def hidden(self, index: int, length: int) -> list[int]:
-        """Positions, special tokens not counted, that are hidden in a document of that many tokens; at least one."""
-        draw = random.Random(f"{self.config.seed} {index}")
-        chosen = [i for i in range(length) if draw.random() < self.config.mask_fraction]
-        return chosen or [length // 2]
-
-    def outcomes(self, runner: Runner, reference: Runner, length: int) -> Outcomes:
-        most = length - self.special_tokens
-        piece = min(most, (runner.limit or length) - self.special_tokens)
-        inputs, targets, owner = [], [], []
-        for index, whole in enumerate(self._ids):
-            ids = whole[:most]
-            hidden = set(self.hidden(index, len(ids)))
-            masked = [self.tokenizer.mask_token_id if i in hidden else token for i, token in enumerate(ids)]
-            for start in range(0, len(ids), piece):
-                part = range(start, min(start + piece, len(ids)))
-                inputs.append(self.with_special_tokens(masked[start : start + piece]))
-                targets.append({i - start + len(self._prefix): ids[i] for i in part if i in hidden})
-                owner.append(index)
-
-        def read(model: nn.Module, ids: Tensor, mask: Tensor, indices: list[int]) -> list[tuple[float, int, int]]:
-            logits = model(input_ids=ids, attention_mask=mask).logits
-            results = []
-            for row, index in enumerate(indices):
-                places = list(targets[index])
-                wanted = torch.tensor([targets[index][place] for place in places], device=ids.device, dtype=torch.long)
-                asked = logits[row, places].float()
-                loss = F.cross_entropy(asked, wanted, reduction="sum").item() if places else 0.0
-                results.append((loss, len(places), int((asked.argmax(-1) == wanted).sum())))
-            return results
-
-        nll, tokens, right = [0.0] * len(self._ids), [0] * len(self._ids), [0] * len(self._ids)
-        for index, (loss, count, correct) in zip(owner, runner.run(inputs, read), strict=True):
-            nll[index] += loss
-            tokens[index] += count
-            right[index] += correct
-        accuracy = [r / t for r, t in zip(right, tokens, strict=True)]
-        return {"nll": nll, "tokens": tokens, "accuracy": accuracy}
-
-    def settings(self) -> dict[str, Any]:
-        names = ("mask_fraction", "detokenizer", "seed")
-        return {name: getattr(self.config, name) for name in names}
+        return super().settings() | {"stride": self.config.stride or "half a window"}
 
 
 def token_nll(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
@@ -181,9 +116,9 @@ def token_nll(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     nll = torch.empty(ids.shape[0], ids.shape[1] - 1, device=ids.device)
     for start in range(0, ids.shape[1] - 1, _LOGIT_ROWS):
         part = slice(start, min(start + _LOGIT_ROWS, ids.shape[1] - 1))
-        wanted = ids[:, part.start + 1 : part.stop + 1]
+        target = ids[:, part.start + 1 : part.stop + 1]
         # classes second, as cross_entropy has them
-        nll[:, part] = F.cross_entropy(logits[:, part].float().transpose(1, 2), wanted, reduction="none")
+        nll[:, part] = F.cross_entropy(logits[:, part].float().transpose(1, 2), target, reduction="none")
     return nll
 
 

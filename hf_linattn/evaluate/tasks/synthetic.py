@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import tqdm
 from torch import Tensor, nn
 
+from ...modeling.validation import check_choice, check_integer
 from .listops import DIGITS, WORDS, draw_expression, largest_size
 from .vocabulary import Vocabulary
 
@@ -28,7 +29,7 @@ TASKS = ("copy", "passkey", "recall", "listops")
 READINGS = ("causal", "masked")
 #: label of a position that nothing is read off
 IGNORED = -100
-# how many expressions are drawn before their length is held to be out of reach
+# how many expressions are drawn before their length is given up as out of reach
 _MOST_DRAWS = 100_000
 
 _T = TypeVar("_T")
@@ -85,16 +86,13 @@ class SyntheticConfig:
     max_args: int = field(default=10, metadata={"help": "listops: most arguments of an operator."})
 
     def __post_init__(self) -> None:
+        owner = type(self).__name__
         for name, choices in (("task", TASKS), ("reading", READINGS)):
-            if getattr(self, name) not in choices:
-                allowed = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}.")
+            check_choice(owner, name, getattr(self, name), choices)
         least = {"length": 1, "count": 1, "seed": 0, "min_distance": 0, "digits": 1, "max_depth": 2, "max_args": 2}
         least |= {name: 1 for name in ("pairs", "min_length") if getattr(self, name) is not None}
         for name, minimum in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}.")
+            check_integer(owner, name, getattr(self, name), minimum)
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ValueError(f"depth={self.depth!r} must be from 0, the start of the text, to 1, its end.")
         if not 0 < self.power <= 1:
@@ -229,8 +227,7 @@ def padded(examples: Sequence[Example], padding: int = 0) -> tuple[Tensor, Tenso
 
 
 def _check(model: Any, examples: Sequence[Example], batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r} must be an integer of at least 1.")
+    check_integer("score", "batch_size", batch_size, 1)
     size = model.get_input_embeddings().weight.shape[0]
     for index, example in enumerate(examples):
         if len(example.input_ids) != len(example.labels):

@@ -1,0 +1,126 @@
+"""The files of a checkpoint's folder: their exact names, and that none of them leads out of the folder."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..utils.files import inside
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+#: What Transformers writes of the tokenizers of the supported architectures.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+#: Folder of the chat templates beside the default one; Transformers reads each file of it that ends in .jinja.
+CHAT_TEMPLATES = "additional_chat_templates"
+#: What makes a sentence encoder of a checkpoint, beside the folders that modules.json names.
+SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+#: What such a folder holds.
+SENTENCE_MODULE_FILES = ("config.json", WEIGHTS)
+
+# weights in formats that are read and never written
+_OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Whether all that a checkpoint's files name lies in its folder, links followed.
+
+    Raises:
+        ValueError: a name leads out of the folder; the message names the file, the field and the value.
+    """
+    names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, *SENTENCE_FILES, WEIGHTS, WEIGHTS_INDEX, *_OTHER_WEIGHTS)
+    for name in (*present_files(folder, names), *chat_templates(folder)):
+        if name.endswith(".index.json"):
+            shards_of(folder, name)
+    check_auto_map(folder, json_of(folder / CONFIG))
+    sentence_module_folders(folder)
+
+
+def present_files(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """Those of the names that are files of the folder.
+
+    Raises:
+        ValueError: one is a link that leads out of the folder.
+    """
+    for name in names:
+        if inside(folder, name, file=name, field="file").is_file():
+            yield name
+
+
+def chat_templates(folder: Path) -> list[str]:
+    """Paths within the folder of the chat templates beside the default one.
+
+    Raises:
+        ValueError: one is a link that leads out of the folder.
+    """
+    names = sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in (folder / CHAT_TEMPLATES).glob("*.jinja"))
+    return list(present_files(folder, names))
+
+
+def shards_of(folder: Path, index: str) -> dict[str, set[str]]:
+    """Names of the files that an index of weights names, and the tensors that it says are in each.
+
+    Raises:
+        ValueError: the index is damaged, or a name leads out of the folder.
+    """
+    try:
+        weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+        tensors = list(weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(folder / index)!r} is damaged: {error!r}") from error
+    shards: dict[str, set[str]] = {}
+    for tensor, name in tensors:
+        inside(folder, name, file=index, field=f"weight_map[{tensor!r}]")
+        shards.setdefault(name, set()).add(tensor)
+    return shards
+
+
+def check_auto_map(folder: Path, values: Any) -> None:
+    """Whether the modules that a config's `auto_map` names lie in its folder; code of other repositories does not.
+
+    Raises:
+        ValueError: one leads out of the folder.
+    """
+    auto_map = values.get("auto_map") if isinstance(values, dict) else None
+    for auto_class, reference in (auto_map if isinstance(auto_map, dict) else {}).items():
+        if isinstance(reference, str) and "--" not in reference:
+            module = f"{reference.rpartition('.')[0]}.py"
+            inside(folder, module, file=CONFIG, field=f"auto_map[{auto_class!r}]")
+
+
+def sentence_module_folders(folder: Path) -> list[str]:
+    """The folders that a sentence encoder's modules.json names, but the model itself, which has none of its own.
+
+    Raises:
+        ValueError: modules.json is damaged, or a folder, or a file in it, leads out of the checkpoint's.
+    """
+    file = SENTENCE_FILES[0]
+    if not (folder / file).is_file():
+        return []
+    try:
+        names = [module["path"] for module in json.loads((folder / file).read_text(encoding="utf-8"))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(folder / file)!r} is damaged: {error!r}") from error
+    folders = []
+    for name in names:
+        path = inside(folder, name, file=file, field="path")
+        # "" and "." are the checkpoint's own
+        if path.resolve() == folder.resolve() or not path.is_dir():
+            continue
+        for part in path.rglob("*"):
+            inside(folder, part.relative_to(folder).as_posix(), file=file, field="path")
+        folders.append(name)
+    return folders
+
+
+def json_of(path: Path) -> Any:
+    """What a JSON file holds; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
