@@ -1,8 +1,10 @@
 """Tiny models of every family, their inputs, and the settings that the tests go over."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -16,9 +18,17 @@ import transformers
 from torch import Tensor, nn
 from transformers import BertTokenizerFast, Cache, GPT2Model, PreTrainedConfig, PreTrainedModel
 
-from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
+from hf_linattn import (
+    AttentionConfig,
+    LayerwiseConfig,
+    LinAttnPreTrainedModel,
+    LinformerConfig,
+    PerformerConfig,
+    convert,
+)
 from hf_linattn.modeling.architectures import FAMILIES
 from hf_linattn.modeling.far_part import FarPart
+from hf_linattn.modeling.feature_maps import FeatureMap, Moments
 from hf_linattn.modeling.linear_attention import LinearAttention, attend_causally
 from hf_linattn.modeling.methods import METHODS as REGISTRY
 from hf_linattn.modeling.modeling_linattn import MODEL_CLASSES
@@ -49,16 +59,23 @@ def choices(config_class: type[AttentionConfig]) -> dict[str, tuple[str, ...]]:
 
 
 def variants(config_class: type[AttentionConfig], **options: Any) -> list[AttentionConfig]:
-    """Every choice of every field but `sharing`, the default first and each once."""
+    """Every combination of choices that is allowed, `sharing` left out, the default first and each once."""
+    names = [name for name in choices(config_class) if name != "sharing"]
     configs = [small(config_class, **options)]
-    for name, names in choices(config_class).items():
-        if name != "sharing":
-            configs += [small(config_class, **options, **{name: choice}) for choice in names]
+    for chosen in itertools.product(*(choices(config_class)[name] for name in names)):
+        with contextlib.suppress(ValueError):
+            configs.append(small(config_class, **options, **dict(zip(names, chosen, strict=True))))
+    if "rounds" in {field.name for field in dataclasses.fields(config_class)}:
+        configs.append(small(config_class, **options, projection="cluster", rounds=2))
+    # landmarks are those of clusters
+    configs = [c for c in configs if getattr(c, "landmarks", "keys") == "keys" or c.projection == "cluster"]
     return [config for index, config in enumerate(configs) if config not in configs[:index]]
 
 
 def can_be_causal(config: AttentionConfig) -> bool:
-    """Whether a decoder can have these settings."""
+    """Whether a decoder can have these settings; of clusters, whose landmarks are prototypes there, one config."""
+    if getattr(config, "landmarks", "keys") != "keys" or getattr(config, "rounds", 0):
+        return False
     config = dataclasses.replace(config, max_length=POSITIONS)
     try:
         REGISTRY[config.method].decoder(config, num_heads=4, head_dim=8, seed=0)
@@ -84,7 +101,10 @@ JOINED: list[AttentionConfig] = [
 METHODS = PURE + JOINED
 #: one config each of what has its own code for sharing
 SHARED = [
-    small(cls, sharing=sharing) for cls in _CLASSES if "sharing" in choices(cls) for sharing in choices(cls)["sharing"]
+    small(cls, sharing=sharing, projection="learned")
+    for cls in _CLASSES
+    if "sharing" in choices(cls)
+    for sharing in choices(cls)["sharing"]
 ]
 
 # (window_size, global_tokens)
@@ -102,11 +122,12 @@ CAUSAL: list[AttentionConfig] = [
 CAUSAL = [config for index, config in enumerate(CAUSAL) if config not in CAUSAL[:index]]
 #: one config each of what a decoder has its own code for, for tests that go over much else
 CAUSAL_FEW: list[AttentionConfig] = [
-    LinformerConfig(projection_length=8),
+    LinformerConfig(projection="learned", projection_length=8),
     LinformerConfig(projection_length=8, projection="max", window_size=4, global_tokens=1),
+    LinformerConfig(projection_length=8, projection="cluster", window_size=4, global_tokens=1),
     PerformerConfig(num_features=16),
     PerformerConfig(num_features=16, feature_map="learned", window_size=4, global_tokens=1),
-    LinformerConfig(projection_length=8, window_size=4, layers=[0]),
+    LinformerConfig(projection="learned", projection_length=8, window_size=4, layers=[0]),
     PerformerConfig(num_features=16, layers=[1]),
     # of other methods one joined config each
     *(small(cls, window_size=4, global_tokens=1) for cls in _CLASSES if cls not in (LinformerConfig, PerformerConfig)),
@@ -202,22 +223,51 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat([x[mask].flatten() if x.shape[: mask.ndim] == mask.shape else x.flatten() for x in outputs])
 
 
+def without_exact_rows(config: AttentionConfig) -> AttentionConfig:
+    """The settings with `exact_length` 0 where it was left out: else all rows of tiny encoders would be exact."""
+    if isinstance(config, LayerwiseConfig):
+        by_layer = {index: without_exact_rows(its_own) for index, its_own in config.by_layer.items()}
+        return dataclasses.replace(config, by_layer=by_layer)
+    return dataclasses.replace(config, exact_length=config.exact_length or 0)
+
+
 @cache
 def _converted(family: str, auto: str, config: str, options: tuple[tuple[str, Any], ...]) -> LinAttnPreTrainedModel:
     # the text of a settings object is the call that makes it
-    settings = eval(config, {method.config.__name__: method.config for method in REGISTRY.values()})
+    classes = (LayerwiseConfig, *(method.config for method in REGISTRY.values()))
+    settings = eval(config, {cls.__name__: cls for cls in classes})
     return convert(tiny_model(family, auto), settings, **dict(options))
 
 
 def converted_model(
     config: AttentionConfig, family: str = "bert", auto: str = "AutoModel", **options: Any
 ) -> LinAttnPreTrainedModel:
-    """`convert(tiny_model(family, auto), config, **options)`, a model of its own."""
+    """`convert(tiny_model(family, auto), config, **options)`, a model of its own, by default without exact rows."""
+    config = without_exact_rows(config)
     return copy.deepcopy(_converted(family, auto, repr(config), tuple(sorted(options.items()))))
+
+
+def with_moments(module: nn.Module, seed: int = 6) -> nn.Module:
+    """The module with its feature maps of init="moments" matched to some moments: they start as FAVOR+."""
+    generator = torch.Generator().manual_seed(seed)
+    for feature_map in module.modules():
+        if isinstance(feature_map, FeatureMap) and feature_map.init == "moments":
+            heads, dim = feature_map.num_heads, feature_map.head_dim
+            transform = torch.eye(dim) + 0.2 * torch.randn(heads, dim, dim, generator=generator)
+            feature_map.set_moments(
+                Moments(
+                    0.3 * torch.randn(heads, dim, generator=generator),
+                    transform,
+                    torch.linalg.inv(transform).transpose(-1, -2).contiguous(),
+                    -0.05 * torch.rand(heads, dim, generator=generator),
+                )
+            )
+    return module
 
 
 def as_trained(model: LinAttnPreTrainedModel) -> LinAttnPreTrainedModel:
     """The model with noise on what its methods learn: most of it starts as zeros or ones, which hide mistakes."""
+    with_moments(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for _, module in model.linear_attentions():
@@ -282,6 +332,7 @@ def linear_attention(
 
 def trained(layer: LinearAttention, noise: float = 0.3, seed: int = 5) -> LinearAttention:
     """The layer with noise on what it learns: most of it starts as zeros or ones, which hide mistakes."""
+    with_moments(layer)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in layer.parameters():

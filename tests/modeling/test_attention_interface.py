@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from hf_linattn.modeling.causal_linformer import CausalLinformerAttention
-from hf_linattn.modeling.causal_performer import CausalPerformerAttention
-from hf_linattn.modeling.linformer import LinformerAttention
-from hf_linattn.modeling.performer import PerformerAttention
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
@@ -84,7 +80,10 @@ def test_scaling_is_that_of_the_logits(config: AttentionConfig | None, scaling: 
     assert out.is_contiguous()
     # all of the scale on one side gives the same logits (features of q and k see half of it each)
     factor = 0.5 if scaling is None else scaling
-    expected, _ = linattn_attention_forward(module, query * factor**0.5, key * factor**0.5, value, None, scaling=1.0)
+    # and prototypes are in the space of the keys as they are
+    key_factor = 1.0 if hasattr(getattr(module, "linattn", None), "prototypes") else factor**0.5
+    query, key = query * (factor / key_factor), key * key_factor
+    expected, _ = linattn_attention_forward(module, query, key, value, None, scaling=1.0)
     torch.testing.assert_close(out, expected)
 
 

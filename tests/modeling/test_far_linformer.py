@@ -119,10 +119,12 @@ def test_a_window_over_everything_is_softmax(projection: str, lengths: Tensor | 
     torch.testing.assert_close(out, softmax_attention(*inputs, valid[:, None, :]))
 
 
-def test_the_near_part_alone_is_softmax_over_near_keys() -> None:
+@pytest.mark.parametrize("global_queries", [False, True])
+def test_the_near_part_alone_is_softmax_over_near_keys(global_queries: bool) -> None:
     inputs = qkv(LENGTH, scale=2.0)
-    out = encoder("mean", window_size=3, global_tokens=2, far=False)(*inputs)
-    near = naive._near_mask(LENGTH, None, 3, 2, torch.device("cpu"))
+    out = encoder("mean", window_size=3, global_tokens=2, global_queries=global_queries, far=False)(*inputs)
+    near = naive._near_mask(LENGTH, None, 3, 2, torch.device("cpu")).clone()
+    near[:, :2] |= global_queries
     torch.testing.assert_close(out, softmax_attention(*inputs, near))
 
 

@@ -23,6 +23,7 @@ from ...helpers import (
     as_trained,
     converted_model,
     small,
+    with_moments,
 )
 
 #: the architectures on which every way to attend is tested; on the others it is a few
@@ -79,7 +80,7 @@ def make_model(architecture: str, config: AttentionConfig, **options: Any) -> Li
     """A converted body, or a causal language model, as after training."""
     auto = "AutoModelForCausalLM" if is_causal(architecture) else "AutoModel"
     model = converted_model(config, architecture, auto, **options)
-    return as_trained(model) if is_causal(architecture) else model
+    return as_trained(model) if is_causal(architecture) else with_moments(model)
 
 
 def in_dtype(
