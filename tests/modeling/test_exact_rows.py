@@ -110,7 +110,7 @@ def test_mixed_batches_are_the_reference(config: AttentionConfig, lengths: Tenso
 @pytest.mark.parametrize("config", ONE_EACH, ids=config_id)
 def test_compiled_and_traced_layers_take_mixed_batches(config: AttentionConfig) -> None:
     """No shape depends on how many rows are short: one graph is right for other lengths."""
-    layer, inputs = layer_of(config, exact_length=EXACT), inputs_of(config)
+    layer, inputs = layer_of(config, exact_length=EXACT).requires_grad_(False), inputs_of(config)
     graph = torch.jit.trace(lambda q, k, v, lengths: layer(q, k, v, lengths), (*inputs, LENGTHS), check_trace=False)
     for lengths in (LENGTHS, LENGTHS.flip(0), torch.full_like(LENGTHS, 30), torch.full_like(LENGTHS, 7)):
         valid = torch.arange(LENGTH) < lengths[:, None]
