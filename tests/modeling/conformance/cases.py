@@ -1,5 +1,6 @@
 """What every promise is tested of: derived from the registries of methods and of architectures."""
 
+import dataclasses
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -30,8 +31,15 @@ from ...helpers import (
 ENCODER, DECODER = "bert", "gpt2"
 #: one config of every method, with near keys
 ONE_EACH = [small(method.config, window_size=4, global_tokens=1) for method in REGISTRY.values()]
+#: of the rows that the promises are tested of, the shorter ones are exact
+EXACT_ROWS = [dataclasses.replace(config, exact_length=25) for config in ONE_EACH]
 #: every way of an encoder to attend
-WAYS = [*METHODS, *(config for config in SHARED if config not in METHODS)]
+WAYS = [
+    *METHODS,
+    *(config for config in SHARED if config not in METHODS),
+    *EXACT_ROWS,
+    *(dataclasses.replace(config, global_queries=False) for config in ONE_EACH),
+]
 
 
 def architectures(*, causal: bool) -> list[Any]:
