@@ -124,11 +124,11 @@ CAUSAL = [config for index, config in enumerate(CAUSAL) if config not in CAUSAL[
 CAUSAL_FEW: list[AttentionConfig] = [
     LinformerConfig(projection="learned", projection_length=8),
     LinformerConfig(projection_length=8, projection="max", window_size=4, global_tokens=1),
-    LinformerConfig(projection_length=8, projection="cluster", window_size=4, global_tokens=1),
     PerformerConfig(num_features=16),
     PerformerConfig(num_features=16, feature_map="learned", window_size=4, global_tokens=1),
     LinformerConfig(projection="learned", projection_length=8, window_size=4, layers=[0]),
     PerformerConfig(num_features=16, layers=[1]),
+    LinformerConfig(projection_length=8, projection="cluster", window_size=4, global_tokens=1),
     # of other methods one joined config each
     *(small(cls, window_size=4, global_tokens=1) for cls in _CLASSES if cls not in (LinformerConfig, PerformerConfig)),
 ]
