@@ -1,7 +1,10 @@
 """Tiny models of every family, their inputs, and the settings that the tests go over."""
 
+import contextlib
 import copy
+import dataclasses
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -15,65 +18,119 @@ import transformers
 from torch import Tensor, nn
 from transformers import BertTokenizerFast, Cache, GPT2Model, PreTrainedConfig, PreTrainedModel
 
-from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
+from hf_linattn import (
+    AttentionConfig,
+    LayerwiseConfig,
+    LinAttnPreTrainedModel,
+    LinformerConfig,
+    PerformerConfig,
+    convert,
+)
 from hf_linattn.modeling.architectures import FAMILIES
-from hf_linattn.modeling.feature_maps import FEATURE_MAPS
+from hf_linattn.modeling.far_part import FarPart
+from hf_linattn.modeling.feature_maps import FeatureMap, Moments
+from hf_linattn.modeling.linear_attention import LinearAttention, attend_causally
+from hf_linattn.modeling.methods import METHODS as REGISTRY
 from hf_linattn.modeling.modeling_linattn import MODEL_CLASSES
-from hf_linattn.modeling.projections import PROJECTIONS, SHARING
+from hf_linattn.modeling.state import State, empty_state
 
 POSITIONS = 64
 VOCABULARY = 100
-#: the families that read in both directions
-ENCODERS = ("albert", "bert", "camembert", "distilbert", "electra", "ernie", "roberta", "xlm-roberta")
-#: (family, auto class) of every head of theirs that can be converted
+#: architectures that this version of Transformers has: encoders, and decoders, whose tokens see earlier ones only
+AVAILABLE = [name for name, family in FAMILIES.items() if hasattr(transformers, f"{family.prefix}Config")]
+ENCODERS = tuple(name for name in AVAILABLE if not FAMILIES[name].causal)
+DECODERS = tuple(name for name in AVAILABLE if FAMILIES[name].causal)
+#: (architecture, auto class) of every head of the encoders that can be converted
 HEADS = [(family, auto) for auto, by_family in MODEL_CLASSES.items() for family in ENCODERS if family in by_family]
 
-PURE: list[AttentionConfig] = [
-    *(LinformerConfig(projection_length=8, projection=projection) for projection in PROJECTIONS),
-    *(PerformerConfig(num_features=16, feature_map=feature_map) for feature_map in FEATURE_MAPS),
-]
+#: sizes for tiny models, of the fields that settings may have
+SMALL = {"projection_length": 8, "num_features": 16}
+
+
+def small(config_class: type[AttentionConfig], **options: Any) -> AttentionConfig:
+    """Settings for a tiny model."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    return config_class(**{**{name: size for name, size in SMALL.items() if name in fields}, **options})
+
+
+def choices(config_class: type[AttentionConfig]) -> dict[str, tuple[str, ...]]:
+    """The fields with a choice of names, and their choices."""
+    return {f.name: tuple(f.metadata["choices"]) for f in dataclasses.fields(config_class) if "choices" in f.metadata}
+
+
+def variants(config_class: type[AttentionConfig], **options: Any) -> list[AttentionConfig]:
+    """Every combination of choices that is allowed, `sharing` left out, the default first and each once."""
+    names = [name for name in choices(config_class) if name != "sharing"]
+    configs = [small(config_class, **options)]
+    for chosen in itertools.product(*(choices(config_class)[name] for name in names)):
+        with contextlib.suppress(ValueError):
+            configs.append(small(config_class, **options, **dict(zip(names, chosen, strict=True))))
+    if "rounds" in {field.name for field in dataclasses.fields(config_class)}:
+        configs.append(small(config_class, **options, projection="cluster", rounds=2))
+    # landmarks are those of clusters
+    configs = [c for c in configs if getattr(c, "landmarks", "keys") == "keys" or c.projection == "cluster"]
+    return [config for index, config in enumerate(configs) if config not in configs[:index]]
+
+
+def can_be_causal(config: AttentionConfig) -> bool:
+    """Whether a decoder can have these settings; of clusters, whose landmarks are prototypes there, one config."""
+    if getattr(config, "landmarks", "keys") != "keys" or getattr(config, "rounds", 0):
+        return False
+    config = dataclasses.replace(config, max_length=POSITIONS)
+    try:
+        REGISTRY[config.method].decoder(config, num_heads=4, head_dim=8, seed=0)
+    except ValueError:
+        return False
+    return True
+
+
+_CLASSES = [method.config for method in REGISTRY.values()]
+#: every method with every choice, without near keys
+PURE: list[AttentionConfig] = [config for cls in _CLASSES for config in variants(cls)]
+#: the same with a window and global tokens, and with one of the two; and the near part alone
 JOINED: list[AttentionConfig] = [
-    LinformerConfig(projection_length=8, window_size=4, global_tokens=1),
-    LinformerConfig(projection_length=8, projection="gaussian", window_size=4),
-    LinformerConfig(projection_length=8, projection="max", window_size=4),
-    LinformerConfig(projection_length=8, projection="conv", global_tokens=2),
-    PerformerConfig(num_features=16, window_size=4, global_tokens=1),
-    PerformerConfig(num_features=16, feature_map="trigonometric", window_size=4),
-    PerformerConfig(num_features=16, feature_map="relu", global_tokens=2),
-    PerformerConfig(num_features=16, window_size=4, global_tokens=1, far=False),
+    *(config for cls in _CLASSES for config in variants(cls, window_size=4, global_tokens=1)),
+    *(
+        dataclasses.replace(config, **({"global_tokens": 2} if index % 2 else {"window_size": 4}))
+        for cls in _CLASSES
+        for index, config in enumerate(variants(cls))
+    ),
+    *(small(cls, window_size=4, global_tokens=1, far=False) for cls in _CLASSES),
 ]
 #: every way to attend, each once
 METHODS = PURE + JOINED
 #: one config each of what has its own code for sharing
-SHARED = [LinformerConfig(projection_length=8, sharing=sharing) for sharing in SHARING]
+SHARED = [
+    small(cls, sharing=sharing, projection="learned")
+    for cls in _CLASSES
+    if "sharing" in choices(cls)
+    for sharing in choices(cls)["sharing"]
+]
 
-#: the families whose tokens see earlier ones only
-DECODERS = ("gpt2", "gpt_neox", "llama", "opt")
 # (window_size, global_tokens)
 _NEAR = ((0, 0), (4, 0), (0, 2), (6, 1))
 #: every causal way to attend, each alone and joined with what is near
 CAUSAL: list[AttentionConfig] = [
     *(
-        LinformerConfig(projection_length=8, projection=projection, window_size=window, global_tokens=first)
-        for projection in PROJECTIONS
-        if projection != "gaussian"
+        dataclasses.replace(config, window_size=window, global_tokens=first)
+        for config in PURE
+        if can_be_causal(config)
         for window, first in _NEAR
     ),
-    *(LinformerConfig(projection_length=8, sharing=sharing, window_size=4) for sharing in SHARING),
-    *(
-        PerformerConfig(num_features=16, feature_map=feature_map, window_size=window, global_tokens=first)
-        for feature_map in FEATURE_MAPS
-        for window, first in _NEAR
-    ),
+    *(dataclasses.replace(config, window_size=4) for config in SHARED if can_be_causal(config)),
 ]
+CAUSAL = [config for index, config in enumerate(CAUSAL) if config not in CAUSAL[:index]]
 #: one config each of what a decoder has its own code for, for tests that go over much else
 CAUSAL_FEW: list[AttentionConfig] = [
-    LinformerConfig(projection_length=8),
+    LinformerConfig(projection="learned", projection_length=8),
     LinformerConfig(projection_length=8, projection="max", window_size=4, global_tokens=1),
     PerformerConfig(num_features=16),
     PerformerConfig(num_features=16, feature_map="learned", window_size=4, global_tokens=1),
-    LinformerConfig(projection_length=8, window_size=4, layers=[0]),
+    LinformerConfig(projection="learned", projection_length=8, window_size=4, layers=[0]),
     PerformerConfig(num_features=16, layers=[1]),
+    LinformerConfig(projection_length=8, projection="cluster", window_size=4, global_tokens=1),
+    # of other methods one joined config each
+    *(small(cls, window_size=4, global_tokens=1) for cls in _CLASSES if cls not in (LinformerConfig, PerformerConfig)),
 ]
 #: what a decoder's cache is called: past_key_values in older versions of Transformers
 CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(GPT2Model.forward).parameters)
@@ -113,11 +170,12 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
         settings |= dict.fromkeys(names, 0.0)
     if family == "gpt2":
         settings["n_inner"] = settings.pop("intermediate_size")
-    if family == "llama":
+    config_class = getattr(transformers, f"{FAMILIES[family].prefix}Config")
+    if hasattr(config_class(), "num_key_value_heads"):
         settings.setdefault("num_key_value_heads", 2)
     if family == "opt":
         settings |= {"ffn_dim": settings.pop("intermediate_size"), "word_embed_proj_dim": settings["hidden_size"]}
-    return getattr(transformers, f"{FAMILIES[family].prefix}Config")(**settings)
+    return config_class(**settings)
 
 
 @cache
@@ -165,22 +223,51 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat([x[mask].flatten() if x.shape[: mask.ndim] == mask.shape else x.flatten() for x in outputs])
 
 
+def without_exact_rows(config: AttentionConfig) -> AttentionConfig:
+    """The settings with `exact_length` 0 where it was left out: else all rows of tiny encoders would be exact."""
+    if isinstance(config, LayerwiseConfig):
+        by_layer = {index: without_exact_rows(its_own) for index, its_own in config.by_layer.items()}
+        return dataclasses.replace(config, by_layer=by_layer)
+    return dataclasses.replace(config, exact_length=config.exact_length or 0)
+
+
 @cache
 def _converted(family: str, auto: str, config: str, options: tuple[tuple[str, Any], ...]) -> LinAttnPreTrainedModel:
     # the text of a settings object is the call that makes it
-    settings = eval(config, {cls.__name__: cls for cls in (LinformerConfig, PerformerConfig)})
+    classes = (LayerwiseConfig, *(method.config for method in REGISTRY.values()))
+    settings = eval(config, {cls.__name__: cls for cls in classes})
     return convert(tiny_model(family, auto), settings, **dict(options))
 
 
 def converted_model(
     config: AttentionConfig, family: str = "bert", auto: str = "AutoModel", **options: Any
 ) -> LinAttnPreTrainedModel:
-    """`convert(tiny_model(family, auto), config, **options)`, a model of its own."""
+    """`convert(tiny_model(family, auto), config, **options)`, a model of its own, by default without exact rows."""
+    config = without_exact_rows(config)
     return copy.deepcopy(_converted(family, auto, repr(config), tuple(sorted(options.items()))))
+
+
+def with_moments(module: nn.Module, seed: int = 6) -> nn.Module:
+    """The module with its feature maps of init="moments" matched to some moments: they start as FAVOR+."""
+    generator = torch.Generator().manual_seed(seed)
+    for feature_map in module.modules():
+        if isinstance(feature_map, FeatureMap) and feature_map.init == "moments":
+            heads, dim = feature_map.num_heads, feature_map.head_dim
+            transform = torch.eye(dim) + 0.2 * torch.randn(heads, dim, dim, generator=generator)
+            feature_map.set_moments(
+                Moments(
+                    0.3 * torch.randn(heads, dim, generator=generator),
+                    transform,
+                    torch.linalg.inv(transform).transpose(-1, -2).contiguous(),
+                    -0.05 * torch.rand(heads, dim, generator=generator),
+                )
+            )
+    return module
 
 
 def as_trained(model: LinAttnPreTrainedModel) -> LinAttnPreTrainedModel:
     """The model with noise on what its methods learn: most of it starts as zeros or ones, which hide mistakes."""
+    with_moments(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for _, module in model.linear_attentions():
@@ -235,6 +322,54 @@ def logits_in_pieces(
     return torch.cat(pieces, dim=1), cache
 
 
+def linear_attention(
+    config: AttentionConfig, *, causal: bool = False, heads: int = 2, head_dim: int = 4, seed: int = 0
+) -> LinearAttention:
+    """A layer's linear attention by itself, for rows of up to `POSITIONS` tokens where the config does not say."""
+    config = dataclasses.replace(config, max_length=config.max_length or POSITIONS)
+    return LinearAttention(config, num_heads=heads, head_dim=head_dim, causal=causal, seed=seed)
+
+
+def trained(layer: LinearAttention, noise: float = 0.3, seed: int = 5) -> LinearAttention:
+    """The layer with noise on what it learns: most of it starts as zeros or ones, which hide mistakes."""
+    with_moments(layer)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator)
+    return layer
+
+
+def from_state(
+    layer: LinearAttention, inputs: Iterable[Tensor], state: State | None = None, lengths: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """Outputs of tokens that come after those of a state, and the state after them."""
+    return attend_causally(*inputs, layer.far_part, state, lengths, layer.settings())
+
+
+def initial_state(layer: LinearAttention, key: Tensor, value: Tensor) -> State:
+    """The state before the first token."""
+    far: FarPart = layer.far_part
+    window, first = layer.config.window_size, layer.config.global_tokens
+    return empty_state(
+        key,
+        value,
+        global_tokens=first,
+        near_length=far.near_length(window, first),
+        far=far.initial_state(key, value),
+    )
+
+
+def in_chunks(layer: LinearAttention, inputs: list[Tensor], sizes: Iterable[int]) -> tuple[Tensor, State | None]:
+    """Outputs of tokens that come in chunks of these sizes, and the state after the last."""
+    state, outputs, begin = None, [], 0
+    for size in sizes:
+        out, state = from_state(layer, (x[:, :, begin : begin + size] for x in inputs), state)
+        outputs.append(out)
+        begin += size
+    return torch.cat(outputs, dim=2), state
+
+
 def run_python(code: str, *arguments: Path | str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`code` in a fresh interpreter that sees neither this folder nor the user's settings."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
@@ -250,12 +385,19 @@ def run_python(code: str, *arguments: Path | str, cwd: Path) -> subprocess.Compl
 
 
 def qkv(
-    length: int, *, batch: int = 2, heads: int = 2, dim: int = 4, seed: int = 0, scale: float = 1.0
+    length: int,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    dim: int = 4,
+    seed: int = 0,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Random queries, keys and values, (batch, heads, length, dim), float32; `scale` is that of queries and keys."""
+    """Random queries, keys and values, (batch, heads, length, dim); `scale` is that of queries and keys."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, batch, heads, length, dim, generator=generator)
-    return [query * scale, key * scale, value]
+    return [x.to(dtype) for x in (query * scale, key * scale, value)]
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -272,20 +414,20 @@ def assert_values_and_gradients_agree(
     inputs: list[Tensor],
     parameters: Iterable[nn.Parameter] = (),
     *,
-    real: Tensor | None = None,
+    valid: Tensor | None = None,
     tolerance: float = 2e-5,
 ) -> None:
     """`fast` on the inputs in float32 against `reference` on them in float64, and without gradients against both.
 
-    `real` (batch, length) says which positions are read: others may differ, and pass no gradient back.
+    `valid` (batch, length) says which positions are read: others may differ, and pass no gradient back.
     """
     parameters = list(parameters)
     results = []
     for function, dtype in ((fast, torch.float32), (reference, torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
         out = function(*leaves)
-        if real is not None:
-            out = out.masked_fill(~real[:, None, :, None], 0.0)
+        if valid is not None:
+            out = out.masked_fill(~valid[:, None, :, None], 0.0)
         # a weight per output, so that no two errors cancel
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         gradients = torch.autograd.grad((out * weight).sum(), [*leaves, *parameters], allow_unused=True)
@@ -294,7 +436,7 @@ def assert_values_and_gradients_agree(
         with torch.no_grad():
             alone = function(*given)
         assert all(map(torch.equal, given, leaves))
-        results.append([out, *gradients, alone if real is None else alone.masked_fill(~real[:, None, :, None], 0.0)])
+        results.append([out, *gradients, alone if valid is None else alone.masked_fill(~valid[:, None, :, None], 0.0)])
     for found, expected in zip(*results, strict=True):
         # unused is the same as a gradient of zero
         found, expected = (torch.zeros(()) if x is None else x for x in (found, expected))

@@ -70,7 +70,8 @@ def empty_state(key: Tensor, value: Tensor, *, global_tokens: int, near_length: 
 def first_tokens(old: Tensor | None, new: Tensor, count: int, seen: Tensor) -> Tensor:
     """The first `count` tokens of each row, (batch, heads, count, dim), once `new` came after `old` ones, if any."""
     if not count:
-        return new[:, :, :0]
+        # a copy: a view would keep all tokens in memory as long as the state lives
+        return new[:, :, :0].clone()
     if old is None:
         return F.pad(new[:, :, :count], (0, 0, 0, max(count - new.shape[2], 0)))
     rank = torch.arange(count, device=new.device)
@@ -80,7 +81,7 @@ def first_tokens(old: Tensor | None, new: Tensor, count: int, seen: Tensor) -> T
 def last_tokens(tokens: Tensor, count: int, lengths: Tensor | None, new: int) -> Tensor:
     """The last `count` valid tokens of each row; `tokens` are `count` older ones and `new` more, `lengths` valid."""
     if not count:
-        return tokens[:, :, :0]
+        return tokens[:, :, :0].clone()
     if lengths is None:
         return tokens[:, :, new:]
     return at(tokens, lengths[:, None] + torch.arange(count, device=tokens.device))

@@ -151,7 +151,7 @@ def test_two_processes_are_one(folder: Path, data: DataConfig, unbroken: Path, t
     check_same_run(output, unbroken)
 
 
-@pytest.mark.skipif(not os.environ.get("LINATTN_SLOW_TESTS"), reason="set LINATTN_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_sharded_over_two_processes_is_one(folder: Path, data: DataConfig, unbroken: Path, tmp_path: Path) -> None:
     output = tmp_path / "sharded"
     arguments = [folder, output, json.dumps(SETTINGS), json.dumps(dataclasses.asdict(data)), "as-gpus"]
@@ -159,7 +159,7 @@ def test_sharded_over_two_processes_is_one(folder: Path, data: DataConfig, unbro
     check_same_run(output, unbroken)
 
 
-@pytest.mark.skipif(not os.environ.get("LINATTN_SLOW_TESTS"), reason="set LINATTN_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_deepspeed_goes_on_where_it_was_killed(
     folder: Path, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_linattn import AttentionConfig, LayerwiseConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.conversion.calibration import calibrate, center
 from hf_linattn.conversion.softmax import AttentionCall, watch_attention
-from hf_linattn.modeling.feature_maps import FeatureMap
+from hf_linattn.modeling.feature_maps import FEATURE_MAPS
 
 from ..helpers import POSITIONS, config_id, save_tokenizer, tiny_model, tokens
 
@@ -52,7 +52,8 @@ def _layer_errors(model, base, ids: torch.Tensor) -> float:
         found = linear(call.query, call.key, call.value, None, *((None,) if linear.causal else ()))
         errors.append(float((found - call.output).norm() / call.output.norm()))
 
-    with torch.no_grad(), watch_attention(base, visit):
+    # of linear attention, in short rows too
+    with torch.no_grad(), model.branches(exact=False), watch_attention(base, visit):
         base(ids)
     return sum(errors) / len(errors)
 
@@ -87,8 +88,8 @@ def test_centring_keeps_what_is_estimated_and_lowers_its_variance(lengths: torch
     for centred in (False, True):
         found = []
         for seed in range(40):
-            features = FeatureMap(
-                feature_map="learned", num_heads=3, head_dim=8, num_features=64, orthogonal=True, seed=seed
+            features = FEATURE_MAPS["learned"](
+                num_heads=3, head_dim=8, num_features=64, orthogonal=True, seed=seed
             ).double()
             if centred:
                 center(features, query, key, lengths)

@@ -89,7 +89,7 @@ def test_tied_weights_stay_tied() -> None:
 @pytest.mark.parametrize("method", ["linformer", "performer"])
 def test_the_name_of_a_method_is_its_default_settings(method: str) -> None:
     model = convert(tiny_model(), method)
-    config = {"linformer": LinformerConfig, "performer": PerformerConfig}[method](max_length=POSITIONS)
+    config = {"linformer": LinformerConfig, "performer": PerformerConfig}[method](max_length=POSITIONS, exact_length=0)
     assert model.attention_config == config
     assert model.config.attention == config
 
@@ -159,7 +159,7 @@ def test_branches_are_switched_in_every_layer_and_in_the_config(kind: type[Atten
     for near, far in ((True, False), (False, True)):
         model.set_branches(near=near, far=far)
         assert (model.config.attention.near, model.config.attention.far) == (near, far)
-        assert all((m.config.near, m.config.far) == (near, far) for _, m in model.linear_attentions())
+        assert all((m.near, m.far) == (near, far) for _, m in model.linear_attentions())
         results.append(outputs_of(model, inputs))
     assert all(
         not torch.allclose(a, b, atol=1e-3) for a, b in zip(results, [*results[1:], joined], strict=True) if a is not b

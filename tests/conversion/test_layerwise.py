@@ -16,8 +16,8 @@ from hf_linattn.utils.labels import attention_text
 
 from ..helpers import tiny_model, tokens
 
-FIRST = LinformerConfig(projection_length=4, window_size=8, global_tokens=1)
-LAST = PerformerConfig(num_features=16, window_size=4, feature_map="learned")
+FIRST = LinformerConfig(projection_length=4, window_size=8, global_tokens=1, exact_length=0)
+LAST = PerformerConfig(num_features=16, window_size=4, feature_map="learned", exact_length=0)
 CONFIG = LayerwiseConfig(by_layer={1: LAST, 0: FIRST})
 
 
@@ -58,7 +58,7 @@ def test_layers_without_settings_stay_softmax() -> None:
 def test_branches_switch_in_every_layer() -> None:
     model = convert(tiny_model("bert"), CONFIG)
     model.set_branches(far=False)
-    assert [module.config.far for _, module in model.linear_attentions()] == [False, False]
+    assert [module.far for _, module in model.linear_attentions()] == [False, False]
     assert model.attention_config.far is False and AttentionConfig.from_dict(model.config.linattn).far is False
     model.set_branches()
     assert model.attention_config == dataclasses.replace(CONFIG, max_length=model.attention_config.max_length)
@@ -79,8 +79,11 @@ def test_reports_and_cards_tell_the_layers_apart(tmp_path) -> None:
     model.config.linattn_calibration = {"documents": 3, "tokens": 1500}
     model.save_pretrained(tmp_path / "mixed")
     text = model_card(tmp_path / "mixed", repo_id="me/mixed", revision="main", base_model=None).text
-    assert "| `layer 0` | linformer, window_size=8, global_tokens=1, projection_length=4 |" in text
-    assert "| `layer 1` | linformer, window_size=8, global_tokens=1, far=False, projection_length=4 |" in text
+    assert "| `layer 0` | linformer, window_size=8, global_tokens=1, exact_length=0, projection_length=4 |" in text
+    assert (
+        "| `layer 1` | linformer, window_size=8, global_tokens=1, exact_length=0, far=False, projection_length=4 |"
+        in text
+    )
     assert "attention on 3 documents\n(1,500 tokens)" in text
     assert attention_text(model.config.linattn).startswith("layer 0: window 8, first 1 exact, Linformer k=4")
     # one layer has no far part: the branches cannot be switched off apart

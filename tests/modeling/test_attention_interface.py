@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from hf_linattn.modeling.causal_linformer import CausalLinformerAttention
-from hf_linattn.modeling.causal_performer import CausalPerformerAttention
-from hf_linattn.modeling.linformer import LinformerAttention
-from hf_linattn.modeling.performer import PerformerAttention
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
@@ -13,7 +9,7 @@ from transformers.masking_utils import bidirectional_mask_function, sliding_wind
 from hf_linattn import AttentionConfig
 from hf_linattn.modeling.attention_interface import ATTENTION_NAME, linattn_attention_forward, linattn_mask
 
-from ..helpers import CAUSAL_FEW, METHODS, config_id, qkv, softmax_attention
+from ..helpers import METHODS, config_id, linear_attention, qkv, softmax_attention
 
 pytestmark = pytest.mark.core
 
@@ -28,30 +24,8 @@ def attention_module(config: AttentionConfig | None) -> nn.Module:
     """An attention module with two heads of four, with linear attention under it or, for None, without."""
     module = nn.Module()
     if config is not None:
-        config = type(config)(**{**vars(config), "max_length": 32})
-        kind = {"linformer": LinformerAttention, "performer": PerformerAttention}[config.method]
-        module.linattn = kind(config, num_heads=2, head_dim=4, seed=0)
+        module.linattn = linear_attention(config)
     return module
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize(
-    ("config", "causal"),
-    [*((config, False) for config in METHODS), *((config, True) for config in CAUSAL_FEW)],
-    ids=config_id,
-)
-def test_the_scale_is_that_of_products_of_queries_and_keys(config: AttentionConfig, causal: bool, grad: bool) -> None:
-    kinds = {"linformer": LinformerAttention, "performer": PerformerAttention}
-    if causal:
-        kinds = {"linformer": CausalLinformerAttention, "performer": CausalPerformerAttention}
-    config = type(config)(**{**vars(config), "max_length": 32})
-    module = kinds[config.method](config, num_heads=2, head_dim=4, seed=0)
-    query, key, value = qkv(20)
-    rest = (None, None) if causal else (None,)
-    with torch.set_grad_enabled(grad):
-        found = module(query, key, value, *rest, scale=0.3)
-        expected = module(query * 0.3**0.5, key * 0.3**0.5, value, *rest)
-    torch.testing.assert_close(found, expected)
 
 
 def test_both_functions_are_registered_under_one_name() -> None:
@@ -74,12 +48,12 @@ def test_both_functions_are_registered_under_one_name() -> None:
     ids=["none", "ones", "bools", "right", "floats", "zeros", "left", "holes"],
 )
 def test_the_mask_stays_small(given: Tensor | None, expected: Tensor | None) -> None:
-    found = mask_of(given)
+    mask = mask_of(given)
     if expected is None:
-        assert found is None
+        assert mask is None
     else:
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert mask.dtype == expected.dtype
+        assert torch.equal(mask, expected)
 
 
 def test_a_mask_per_query_and_key_is_refused() -> None:
@@ -106,7 +80,10 @@ def test_scaling_is_that_of_the_logits(config: AttentionConfig | None, scaling: 
     assert out.is_contiguous()
     # all of the scale on one side gives the same logits (features of q and k see half of it each)
     factor = 0.5 if scaling is None else scaling
-    expected, _ = linattn_attention_forward(module, query * factor**0.5, key * factor**0.5, value, None, scaling=1.0)
+    # and prototypes are in the space of the keys as they are
+    key_factor = 1.0 if hasattr(getattr(module, "linattn", None), "prototypes") else factor**0.5
+    query, key = query * (factor / key_factor), key * key_factor
+    expected, _ = linattn_attention_forward(module, query, key, value, None, scaling=1.0)
     torch.testing.assert_close(out, expected)
 
 
@@ -114,8 +91,8 @@ def test_scaling_is_that_of_the_logits(config: AttentionConfig | None, scaling: 
 def test_a_layer_that_was_not_converted_is_softmax(mask: Tensor | None) -> None:
     query, key, value = qkv(12)
     out, _ = linattn_attention_forward(attention_module(None), query, key, value, mask, scaling=0.5)
-    real = torch.ones(2, 12).bool() if mask is None else mask if mask.ndim == 2 else torch.arange(12) < mask[:, None]
-    torch.testing.assert_close(out.transpose(1, 2), softmax_attention(query * 0.5, key, value, real[:, None]))
+    valid = torch.ones(2, 12).bool() if mask is None else mask if mask.ndim == 2 else torch.arange(12) < mask[:, None]
+    torch.testing.assert_close(out.transpose(1, 2), softmax_attention(query * 0.5, key, value, valid[:, None]))
 
 
 @pytest.mark.parametrize("config", METHODS, ids=config_id)

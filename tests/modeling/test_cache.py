@@ -1,56 +1,60 @@
 """The cache layer alone: what Transformers asks of every layer of a `Cache`."""
 
 import copy
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_linattn.modeling.cache import LinAttnCacheLayer, cache_layer, prepare_cache, tokens_seen
+from hf_linattn.modeling.state import State
 
 from ..helpers import qkv, tiny_config
 
 pytestmark = pytest.mark.core
 
 
-class State(NamedTuple):
-    seen: Tensor
-    sums: Tensor
-
-
 def filled(rows: int = 3) -> LinAttnCacheLayer:
     """A layer that saw seven tokens, the state of each row its own."""
     layer = LinAttnCacheLayer()
     layer.update(torch.zeros(rows, 2, 7, 4), torch.zeros(rows, 2, 7, 4))
-    layer.state = State(torch.arange(rows), torch.arange(rows * 6.0).view(rows, 2, 3))
+    nothing = torch.zeros(rows, 2, 0, 4)
+    sums = torch.arange(rows * 6.0).view(rows, 2, 3)
+    layer.state = State(torch.arange(rows), nothing, nothing, nothing, nothing, (sums,))
     return layer
 
 
 def assert_rows(layer: LinAttnCacheLayer, rows: list[int]) -> None:
     assert isinstance(layer.state, State)
     assert layer.state.seen.tolist() == rows
-    assert torch.equal(layer.state.sums, filled().state.sums[rows])
+    assert torch.equal(layer.state.far[0], filled().state.far[0][rows])
 
 
-def test_update_counts_tokens_and_hands_the_layer_on() -> None:
+def test_update_counts_tokens_and_hands_keys_and_values_on() -> None:
     layer = LinAttnCacheLayer()
     assert layer.get_seq_length() == layer.nbytes() == 0
     assert not layer.is_initialized
     for total, count in ((5, 5), (6, 1), (9, 3)):
         _, key, value = qkv(count)
-        assert cache_layer(key) is None
         new_key, new_value = layer.update(key, value)
         assert torch.equal(new_key, key)
         assert torch.equal(new_value, value)
-        assert cache_layer(new_key) is layer
         assert layer.get_seq_length() == layer.tokens == total
     assert layer.is_initialized
     # all tokens and the ones to come, from the first
     assert layer.get_mask_sizes(2) == (11, 0)
     assert layer.get_max_length() == layer.get_max_cache_shape() == -1
+
+
+def test_the_layer_of_an_attention_module_is_found_by_its_index() -> None:
+    cache, module = DynamicCache(), nn.Module()
+    prepare_cache(cache, (0, 1))
+    for module.layer_idx in (0, 1):
+        assert cache_layer(None, module) is None
+        assert cache_layer(cache, module) is cache.layers[module.layer_idx]
+        assert cache_layer(EncoderDecoderCache(cache, DynamicCache()), module) is cache.layers[module.layer_idx]
 
 
 def test_rows_are_chosen_as_beam_search_and_sampling_ask() -> None:
@@ -94,7 +98,7 @@ def test_offloaded_and_fetched_again_it_is_the_same() -> None:
 def test_a_copy_shares_nothing() -> None:
     layer = filled()
     twin = copy.deepcopy(layer)
-    twin.state.sums.zero_()
+    twin.state.far[0].zero_()
     twin.tokens = 0
     assert_rows(layer, [0, 1, 2])
     assert layer.get_seq_length() == 7

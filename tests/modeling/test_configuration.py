@@ -6,12 +6,16 @@ import json
 import pytest
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig
-from hf_linattn.modeling.configuration_linattn import CONFIG_CLASSES, FORMAT_VERSION, METHODS
+from hf_linattn.modeling.configuration_linattn import CONFIG_CLASSES, FORMAT_VERSION, method_configs
+from hf_linattn.modeling.feature_maps import FEATURE_MAPS
+from hf_linattn.modeling.methods import METHODS
 
-from ..helpers import ENCODERS, config_id
+from ..helpers import AVAILABLE, choices, config_id
 from ..helpers import METHODS as CONFIGS
 
 pytestmark = pytest.mark.core
+
+CONFIGS_BY_METHOD = [method.config for method in METHODS.values()]
 
 BAD_FIELDS = [
     (LinformerConfig, "projection_length", 0),
@@ -26,7 +30,7 @@ BAD_FIELDS = [
     (PerformerConfig, "redraw_interval", 0),
     *(
         (cls, field, value)
-        for cls in METHODS.values()
+        for cls in CONFIGS_BY_METHOD
         for field, value in [
             ("window_size", -1),
             ("window_size", None),
@@ -55,27 +59,28 @@ def test_a_bad_value_is_refused_by_name(cls: type[AttentionConfig], field: str, 
     assert f"{field}={shown!r}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("cls", "field"), [(LinformerConfig, "projection"), (LinformerConfig, "sharing"), (PerformerConfig, "feature_map")]
-)
+@pytest.mark.parametrize(("cls", "field"), [(cls, field) for cls in CONFIGS_BY_METHOD for field in choices(cls)])
 def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(cls: type[AttentionConfig], field: str) -> None:
-    choices = next(f for f in dataclasses.fields(cls) if f.name == field).metadata["choices"]
-    for choice in choices:
+    names = choices(cls)[field]
+    assert names
+    for choice in names:
         cls(**{field: choice})
     with pytest.raises(ValueError) as error:
         cls(**{field: "other"})
-    assert all(repr(choice) in str(error.value) for choice in choices)
+    assert all(repr(choice) in str(error.value) for choice in names)
 
 
-@pytest.mark.parametrize("feature_map", ["hyperbolic", "trigonometric"])
+@pytest.mark.parametrize(
+    "feature_map", [name for name, kind in FEATURE_MAPS.items() if kind.features_per_direction == 2]
+)
 def test_an_odd_number_of_features_is_refused_where_directions_give_two(feature_map: str) -> None:
     PerformerConfig(num_features=7)
-    with pytest.raises(ValueError, match=f"num_features=7 must be even.*{feature_map}"):
+    with pytest.raises(ValueError, match=f"num_features=7 must be a multiple of 2.*{feature_map}"):
         PerformerConfig(num_features=7, feature_map=feature_map)
 
 
 @pytest.mark.parametrize("settings", [{}, {"near": False, "window_size": 4}])
-@pytest.mark.parametrize("cls", METHODS.values())
+@pytest.mark.parametrize("cls", CONFIGS_BY_METHOD)
 def test_settings_that_leave_nothing_to_attend_to_are_refused(cls: type[AttentionConfig], settings: dict) -> None:
     with pytest.raises(ValueError, match="far=False leaves nothing"):
         cls(far=False, **settings)
@@ -105,15 +110,20 @@ def test_written_settings_that_cannot_be_read_are_refused(change: dict, told: li
 
 
 def test_every_field_says_what_it_is() -> None:
-    for cls in METHODS.values():
+    for cls in CONFIGS_BY_METHOD:
         for field in dataclasses.fields(cls):
             assert field.metadata["help"].endswith((".", ")")), field.name
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", AVAILABLE)
 def test_a_model_config_without_settings_says_how_to_make_one(family: str) -> None:
     config = CONFIG_CLASSES[family]()
     assert config.model_type == "linattn_" + family.replace("-", "_")
     assert config.to_dict()["model_type"] == config.model_type
     with pytest.raises(ValueError, match=r"linattn=None.*hf_linattn\.convert"):
         _ = config.attention
+
+
+def test_the_table_of_methods_has_every_config_under_its_name() -> None:
+    assert {name: method.config for name, method in METHODS.items()} == method_configs()
+    assert all(name == method.config.method for name, method in METHODS.items())

@@ -10,6 +10,7 @@ from hf_linattn.modeling.feature_maps import (
     FEATURE_MAPS,
     FeatureMap,
     Features,
+    RandomFeatureMap,
     hyperbolic_features,
     positive_features,
     random_directions,
@@ -34,7 +35,7 @@ def phi(features: Features) -> Tensor:
 
 def make_map(feature_map: str, **options) -> FeatureMap:
     settings = {"num_heads": 3, "head_dim": 4, "num_features": 8, "orthogonal": True, "seed": 0, **options}
-    return FeatureMap(feature_map=feature_map, **settings)
+    return FEATURE_MAPS[feature_map](**settings)
 
 
 def estimates(name: str, x: Tensor, y: Tensor, directions: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def test_orthogonal_directions_are_orthogonal_in_blocks_and_gaussian_alone(num_d
 def test_a_map_has_its_number_of_features(feature_map: str) -> None:
     features = phi(make_map(feature_map)(torch.randn(2, 3, 5, 4), "query"))
     assert features.shape == (2, 3, 5, 4 if feature_map == "elu" else 8)
-    assert (features > 0).all() or feature_map == "trigonometric"
+    assert (features > 0).all() or FEATURE_MAPS[feature_map].signed
 
 
 @pytest.mark.parametrize("orthogonal", [True, False])
@@ -173,7 +174,7 @@ def test_redraw_changes_random_directions_and_nothing_else(feature_map: str) -> 
     module.redraw()
     twin.redraw()
     changed = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == (set() if feature_map in ("learned", "elu") else {"directions", "draws"})
+    assert changed == ({"directions", "draws"} if issubclass(FEATURE_MAPS[feature_map], RandomFeatureMap) else set())
     for name, tensor in twin.state_dict().items():
         assert torch.equal(tensor, module.state_dict()[name])
 
@@ -187,7 +188,10 @@ def test_a_saved_count_of_draws_goes_on_where_it_stopped() -> None:
     assert torch.equal(module.directions, resumed.directions)
 
 
-@pytest.mark.parametrize("feature_map", ["hyperbolic", "trigonometric"])
+@pytest.mark.parametrize(
+    "feature_map", [name for name, kind in FEATURE_MAPS.items() if kind.features_per_direction == 2]
+)
 def test_an_odd_number_of_features_is_refused_where_directions_give_two(feature_map: str) -> None:
-    with pytest.raises(ValueError, match=f"num_features=7.*{feature_map}.*even"):
+    name = FEATURE_MAPS[feature_map].__name__
+    with pytest.raises(ValueError, match=f"num_features=7 must be a multiple of 2 for {name}"):
         make_map(feature_map, num_features=7)

@@ -4,25 +4,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_linattn.modeling.feature_sums import FarSums
+from hf_linattn.modeling.feature_sums import SumsByBlock
 
 pytestmark = pytest.mark.core
 
 
 def far_sums(per_block: Tensor, shift: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """All that `FarSums` gives with so many blocks in a run."""
+    """All that `SumsByBlock` gives with so many blocks in a chunk."""
     parts = [(x.clone(), y) for x, y in zip(per_block.split(size, dim=2), shift.split(size, dim=2), strict=True)]
-    sums = FarSums(parts)
-    before, found = sums.start(), []
+    sums = SumsByBlock(parts)
+    before, outputs = sums.start(), []
     for index in range(len(parts)):
-        far, before = sums.run(index, before)
-        found.append(far)
-    return torch.cat(found, dim=2), sums.shift
+        far, before = sums.chunk(index, before)
+        outputs.append(far)
+    return torch.cat(outputs, dim=2), sums.shift
 
 
 @pytest.mark.parametrize(("gradients", "one_by_one"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 7])
-def test_far_sums_are_of_far_blocks_however_many_a_run_has(
+def test_far_sums_are_of_far_blocks_however_many_a_chunk_has(
     blocks: int, gradients: bool, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In place, or as training adds them up, one by one on a CPU or by a cumulative sum elsewhere."""

@@ -33,18 +33,18 @@ def means(x: Tensor, slots: list[int], reduce: Callable[..., Tensor] = torch.mea
 
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("slots", [1, 2, 4, 7, 40])
-def test_segments_hold_each_real_token_once_in_order_and_evenly(slots: int, first: int) -> None:
+def test_segments_hold_each_valid_token_once_in_order_and_evenly(slots: int, first: int) -> None:
     lengths = torch.tensor([19, 8, 1, 0])
     cut = segment(lengths, 19, slots, first)
-    assert torch.equal(cut.members.sum(1), cut.held.long())
-    for row, real in enumerate(lengths.tolist()):
-        held = max(real - first, 0)
-        assert cut.held[row].nonzero().flatten().tolist() == list(range(first, first + held))
-        assert cut.slot[row, first : first + held].tolist() == expected_slots(held, slots, first)
+    assert torch.equal(cut.members.sum(1), cut.valid.long())
+    for row, length in enumerate(lengths.tolist()):
+        count = max(length - first, 0)
+        assert cut.valid[row].nonzero().flatten().tolist() == list(range(first, first + count))
+        assert cut.slot[row, first : first + count].tolist() == expected_slots(count, slots, first)
         sizes = cut.members[row].sum(-1).tolist()
         evenly = sizes[1:] if first == 0 and slots > 1 else sizes
         assert max(evenly) - min(evenly) <= 1
-        assert max(sizes) <= 1 or held > slots
+        assert max(sizes) <= 1 or count > slots
 
 
 @pytest.mark.parametrize("projection", ["learned", "mean", "conv"])
@@ -109,7 +109,7 @@ def test_what_a_row_teaches_holds_for_a_row_of_twice_the_length(tokens: int) -> 
     short, long = (
         projection.deviation("key", segment(torch.tensor([length]), length, 4)) for length in (tokens, 2 * tokens)
     )
-    # pairs of neighbours in the longer row
+    # pairs of neighbors in the longer row
     torch.testing.assert_close(long.unflatten(-1, (tokens, 2)).sum(-1), short)
     spans = weight.unflatten(-1, (tokens, 24 // tokens)).mean(-1)
     torch.testing.assert_close(short[0], spans * 4 / tokens)
@@ -139,7 +139,7 @@ def test_far_means_are_of_far_tokens_only(slots: int, window: int, first: int) -
     far = (block - torch.arange(blocks)[:, None]).abs() > 1
     members = (segments.members[:, None] & far[:, None]).float()
     counts = members.sum(-1)
-    found = FarMeans(x, segments, counts, window).run(0, blocks)
+    means_by_block = FarMeans(x, segments, counts, window).chunk(0, blocks)
     expected = torch.einsum("nbsl,nlhd->nbshd", members, x) / counts.clamp_min(1)[..., None, None]
-    seen = counts > 0
-    torch.testing.assert_close(found[seen], expected[seen])
+    exists = counts > 0
+    torch.testing.assert_close(means_by_block[exists], expected[exists])

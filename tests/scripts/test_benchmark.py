@@ -1,7 +1,6 @@
 """The benchmark script: it measures what it says, keeps what it has, and goes on."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def test_a_run_keeps_every_cell_and_the_same_command_goes_on(tmp_path: Path) -> 
     assert "| causal Performer, m=128 | 64 or less |" in shown
 
 
-@pytest.mark.skipif(not os.environ.get("LINATTN_SLOW_TESTS"), reason="starts many processes; set LINATTN_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_memory_is_measured_in_processes_of_its_own(tmp_path: Path) -> None:
     output = tmp_path / "memory"
     benchmark(output, "--subjects", "attention", "--memory-lengths", "64")

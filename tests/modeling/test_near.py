@@ -1,66 +1,69 @@
 """The kernel that returns the mass, beside the exact part that it stands in for."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hf_linattn.modeling.near_part import _can_fuse
 from torch import Tensor
 
-from hf_linattn.modeling import near_part, performer
-from hf_linattn.modeling.feature_maps import FeatureMap
+from hf_linattn import PerformerConfig
+from hf_linattn.modeling import near
+from hf_linattn.modeling.far_part import Rows, Settings
+from hf_linattn.modeling.near import NearPart, _can_fuse
 
-from ..helpers import qkv
+from ..helpers import linear_attention, qkv
 
 pytestmark = pytest.mark.core
 
 LENGTH, WINDOW = 37, 4
-FEATURES = FeatureMap(feature_map="positive", num_heads=2, head_dim=4, num_features=16, orthogonal=True, seed=0)
 
 
 @pytest.fixture
 def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tensor]]:
     """Outputs with the kernel and without it."""
 
-    monkeypatch.setattr(near_part, "_LEAST_WINDOW", 1)
+    monkeypatch.setattr(near, "_LEAST_WINDOW", 1)
 
-    def run(inputs: list[Tensor], **settings: object) -> tuple[Tensor, Tensor]:
+    def run(inputs: list[Tensor], lengths: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
+        layer = linear_attention(PerformerConfig(num_features=16, window_size=WINDOW, **settings))
+
         def attend() -> Tensor:
-            return performer.performer_attention(*inputs, FEATURES, window_size=WINDOW, **settings)
+            return layer(*inputs, lengths)
 
         with torch.no_grad():
             fused = attend()
             with monkeypatch.context() as patch:
-                patch.setattr(near_part, "_can_fuse", lambda *_: False)
+                patch.setattr(near, "_can_fuse", lambda *_: False)
                 return fused, attend()
 
     return run
 
 
-@pytest.mark.parametrize("piece", [4, 12, 512])
+@pytest.mark.parametrize("chunk", [4, 12, 512])
 @pytest.mark.parametrize("far", [True, False])
 @pytest.mark.parametrize("global_tokens", [0, 1, 6, 11])
 @pytest.mark.parametrize("lengths", [None, [20], [37, 1], [0, 6], [36, 13]])
-def test_the_kernel_finds_what_the_exact_part_finds(
-    lengths: list[int] | None, global_tokens: int, far: bool, piece: int, both_ways, monkeypatch: pytest.MonkeyPatch
+def test_the_kernel_gives_what_the_exact_part_gives(
+    lengths: list[int] | None, global_tokens: int, far: bool, chunk: int, both_ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Global tokens beyond the window too, and rows that end anywhere, or have nothing at all."""
-    monkeypatch.setattr("hf_linattn.modeling.blocks._CPU_PIECE", piece)
+    monkeypatch.setattr("hf_linattn.modeling.blocks._CPU_CHUNK", chunk)
     inputs = [x.detach().float() for x in qkv(LENGTH, scale=1.0)]
     with torch.no_grad():
         assert _can_fuse(*inputs)
     given = None if lengths is None else torch.tensor(lengths)
     fused, exact = both_ways(inputs, lengths=given, global_tokens=global_tokens, far=far)
     assert fused.isfinite().all()
-    real = torch.arange(LENGTH) < (torch.tensor([LENGTH]) if given is None else given)[:, None]
-    torch.testing.assert_close(fused * real[:, None, :, None], exact * real[:, None, :, None], rtol=1e-5, atol=1e-5)
+    valid = torch.arange(LENGTH) < (torch.tensor([LENGTH]) if given is None else given)[:, None]
+    torch.testing.assert_close(fused * valid[:, None, :, None], exact * valid[:, None, :, None], rtol=1e-5, atol=1e-5)
 
 
 def test_small_blocks_are_gathered() -> None:
     query, key, value = (torch.randn(1, 2, 100, 4) for _ in range(3))
     with torch.no_grad():
         small, large = (
-            near_part.NearPart(query, key, value, None, window_size=size, global_tokens=0, scale=1.0)
+            NearPart(query, key, value, Rows(None, 100, 0, query.device), Settings(window_size=size))
             for size in (16, 64)
         )
     assert not small.fused and large.fused

@@ -1,0 +1,234 @@
+"""Features matched to moments: exact where nothing was matched yet, unbiased, and of less variance than FAVOR+."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linattn import PerformerConfig
+from hf_linattn.conversion.moments import match_moments
+from hf_linattn.modeling.feature_maps import (
+    FEATURE_MAPS,
+    FeatureMap,
+    Moments,
+    moment_matched_features,
+    positive_features,
+    random_directions,
+)
+
+from ..helpers import linear_attention, qkv, softmax_attention, with_moments
+
+pytestmark = pytest.mark.core
+
+DIM, SCALE = 3, 0.5
+#: names of the maps that can be matched
+MATCHED = [name for name, kind in FEATURE_MAPS.items() if kind.matches_moments]
+ALL_MATCHED = pytest.mark.parametrize("feature_map", MATCHED)
+BOTH_SIDES = pytest.mark.parametrize("side", ["query", "key"])
+
+
+def make_map(feature_map: str, **options: Any) -> FeatureMap:
+    settings = {"num_heads": 2, "head_dim": DIM, "num_features": 8, "orthogonal": True, "seed": 0, "init": "moments"}
+    return FEATURE_MAPS[feature_map](**{**settings, **options})
+
+
+def gaussians(tokens: int = 400) -> tuple[Tensor, Tensor]:
+    """Queries and keys (heads, tokens, dim) of two heads: Gaussians that are neither centered nor round."""
+    generator = torch.Generator().manual_seed(2)
+    factors = 0.5 * torch.randn(2, 2, DIM, DIM, generator=generator)
+    means = 0.6 * torch.randn(2, 2, 1, DIM, generator=generator)
+    query, key = torch.randn(2, 2, tokens, DIM, generator=generator) @ factors + means
+    return query, key
+
+
+def moments_of_gaussians() -> Moments:
+    query, key = gaussians()
+    return match_moments(query * SCALE**0.5, key * SCALE**0.5)
+
+
+def some_moments() -> Moments:
+    """Any: the estimate is unbiased whether or not they fit the data."""
+    feature_map = with_moments(make_map("positive"))
+    return Moments(*(x.clone() for x in feature_map.moments))
+
+
+def estimates(features: Any, query: Tensor, key: Tensor) -> Tensor:
+    """phi(q) . phi(k) for each pair of tokens of (heads, tokens, dim), of `features(x, side)`; (heads, tokens)."""
+    phi_query, phi_key = (
+        features(x.double().unsqueeze(0), side).log2_phi.exp2() for x, side in ((query, "query"), (key, "key"))
+    )
+    return (phi_query * phi_key).sum(-1).squeeze(0)
+
+
+def draws(count: int, num_features: int, make_features: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Estimates of independent draws of directions, (count, heads, tokens)."""
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for _ in range(count):
+        directions = torch.stack(
+            [random_directions(num_features, DIM, orthogonal=False, generator=generator) for _ in range(len(query))]
+        ).double()
+        results.append(estimates(partial(make_features, directions), query, key))
+    return torch.stack(results)
+
+
+def matched(moments: Moments, directions: Tensor, x: Tensor, side: str) -> Any:
+    moments = Moments(*(tensor.double() for tensor in moments))
+    return moment_matched_features(x, directions, moments, side, SCALE)
+
+
+def favor(directions: Tensor, x: Tensor, side: str) -> Any:
+    return positive_features(x, directions, SCALE)
+
+
+@pytest.mark.parametrize("moments", [some_moments, moments_of_gaussians])
+@pytest.mark.parametrize("hyperbolic", [False, True])
+def test_the_estimate_is_unbiased(moments: Any, hyperbolic: bool) -> None:
+    query, key = (x[:, :6] for x in gaussians())
+    expected = (SCALE * (query.double() * key.double()).sum(-1)).exp()
+
+    def features(directions: Tensor, x: Tensor, side: str) -> Any:
+        return matched(moments(), torch.cat((directions, -directions), dim=-2) if hyperbolic else directions, x, side)
+
+    # 100 estimates of 4,000 features each
+    samples = draws(100, 4000, features, query, key)
+    # 99.99 % of a normal distribution, for 12 pairs
+    error = 3.89 * samples.std(0) / len(samples) ** 0.5
+    assert ((samples.mean(0) - expected).abs() <= error).all()
+    # or the interval would say nothing
+    assert (error < 0.1 * expected).all()
+
+
+def test_the_variance_is_lower_than_favors_on_data_of_these_moments() -> None:
+    query, key = (x[:, :60] for x in gaussians())
+    expected = (SCALE * (query.double() * key.double()).sum(-1)).exp()
+    moments = moments_of_gaussians()
+
+    def error(features: Any) -> Tensor:
+        samples = draws(200, 32, features, query, key)
+        return (samples / expected - 1).square().mean((0, 2))
+
+    ours, favors = error(partial(matched, moments)), error(favor)
+    assert (ours < 0.7 * favors).all()
+    # each part counts: the tilt, and the balance of queries and keys without it
+    assert (ours < error(partial(matched, moments._replace(tilt=torch.zeros_like(moments.tilt))))).all()
+
+
+def test_moments_of_a_worked_example() -> None:
+    """One coordinate of variance 1 around 2 in queries, 4 in keys: both have variance 2 once they are balanced."""
+    x = torch.tensor([1.0, -1.0]).view(1, 2, 1)
+    moments = match_moments(x + 2, 2 * x)
+    assert moments.mean.item() == pytest.approx(2.0)
+    assert abs(moments.query_transform.item()) == pytest.approx(2**0.5, rel=1e-3)
+    assert abs(moments.key_transform.item()) == pytest.approx(2**-0.5, rel=1e-3)
+    phi = 4.0
+    tilt = (1 - 2 * phi - ((2 * phi + 1) ** 2 + 8 * phi) ** 0.5) / 16
+    assert moments.tilt.item() == pytest.approx(tilt, rel=1e-3)
+
+
+def test_matched_transforms_are_inverse_and_tilts_allowed() -> None:
+    moments = moments_of_gaussians()
+    product = moments.query_transform.transpose(-1, -2) @ moments.key_transform
+    torch.testing.assert_close(product, torch.eye(DIM).expand(2, -1, -1), rtol=1e-4, atol=1e-4)
+    assert (moments.tilt < 1 / 8).all() and (moments.tilt < 0).all()
+    query, key = (x * SCALE**0.5 for x in gaussians())
+    centered = (query - query.mean(1, keepdim=True)) @ moments.query_transform.transpose(-1, -2)
+    other = key @ moments.key_transform.transpose(-1, -2)
+    first, second = (x.transpose(-1, -2) @ x / x.shape[1] for x in (centered, other))
+    # one covariance, and no correlation between coordinates
+    torch.testing.assert_close(first, second, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(first, first.diagonal(dim1=-2, dim2=-1).diag_embed(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@BOTH_SIDES
+@ALL_MATCHED
+def test_before_calibration_the_features_are_favors(feature_map: str, side: str, relative: bool) -> None:
+    x = torch.randn(2, 2, 5, DIM, generator=torch.Generator().manual_seed(0))
+    ours, theirs = make_map(feature_map), make_map(feature_map, init="random")
+    torch.testing.assert_close(
+        ours(x, side, SCALE, relative).log2_phi, theirs(x, side, SCALE, relative).log2_phi, rtol=1e-5, atol=1e-5
+    )
+
+
+@ALL_MATCHED
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_size", [0, 4])
+def test_before_calibration_the_output_is_favors(feature_map: str, causal: bool, window_size: int) -> None:
+    options = {"feature_map": feature_map, "num_features": 32, "window_size": window_size}
+    ours, theirs = (
+        linear_attention(PerformerConfig(init=init, **options), causal=causal) for init in ("moments", "random")
+    )
+    inputs = qkv(30)
+    torch.testing.assert_close(ours(*inputs, scale=SCALE), theirs(*inputs, scale=SCALE), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("moments", [some_moments, moments_of_gaussians])
+@BOTH_SIDES
+def test_learned_features_of_moments_start_as_positive_ones(side: str, moments: Any) -> None:
+    learned, positive = make_map("learned"), make_map("positive")
+    for feature_map in (learned, positive):
+        feature_map.set_moments(moments())
+    x = torch.randn(2, 2, 5, DIM, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        learned(x, side, SCALE).log2_phi, positive(x, side, SCALE).log2_phi, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_learned_features_of_moments_train_every_parameter() -> None:
+    learned = make_map("learned")
+    assert {name for name, _ in learned.named_parameters()} == {
+        f"{side}_{what}" for side in ("query", "key") for what in ("directions", "offset", "transform")
+    }
+    learned(torch.randn(2, 2, 5, DIM), "query").log2_phi.square().sum().backward()
+    for name, parameter in learned.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("query_")
+
+
+@ALL_MATCHED
+@pytest.mark.parametrize("causal", [False, True])
+def test_matched_features_come_nearer_to_softmax(feature_map: str, causal: bool) -> None:
+    query, key = (x[None, :, :64] for x in gaussians())
+    value = torch.randn(1, 2, 64, DIM, generator=torch.Generator().manual_seed(1))
+    past = torch.ones(1, 64, 64).tril().bool() if causal else None
+    expected = softmax_attention(query * SCALE, key, value, past)
+    errors = []
+    for calibrated in (False, True):
+        error = 0.0
+        for seed in range(20):
+            config = PerformerConfig(num_features=16, feature_map=feature_map, init="moments")
+            layer = linear_attention(config, causal=causal, head_dim=DIM, seed=seed)
+            if calibrated:
+                layer.feature_map.set_moments(moments_of_gaussians())
+            with torch.no_grad():
+                error += float((layer(query, key, value, scale=SCALE) - expected).square().mean())
+        errors.append(error)
+    assert errors[1] < 0.9 * errors[0]
+
+
+@ALL_MATCHED
+def test_moments_are_saved_with_the_module(feature_map: str) -> None:
+    saved, loaded = with_moments(make_map(feature_map)), make_map(feature_map)
+    x = torch.randn(2, 2, 5, DIM)
+    assert not torch.allclose(saved(x, "query").log2_phi, loaded(x, "query").log2_phi)
+    loaded.load_state_dict(saved.state_dict())
+    for side in ("query", "key"):
+        assert torch.equal(saved(x, side).log2_phi, loaded(x, side).log2_phi)
+
+
+def test_redrawing_keeps_the_moments() -> None:
+    feature_map = with_moments(make_map("positive"))
+    before = {name: tensor.clone() for name, tensor in feature_map.state_dict().items()}
+    feature_map.redraw()
+    changed = {name for name, tensor in feature_map.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"directions", "draws"}
+
+
+@pytest.mark.parametrize("feature_map", [name for name in FEATURE_MAPS if name not in MATCHED])
+def test_moments_of_a_map_that_has_none_are_refused(feature_map: str) -> None:
+    with pytest.raises(ValueError, match=f"init='moments' must be 'random' for {FEATURE_MAPS[feature_map].__name__}"):
+        make_map(feature_map)
+    with pytest.raises(ValueError, match=f"init='moments' must be 'random' for feature_map='{feature_map}'"):
+        PerformerConfig(feature_map=feature_map, init="moments")
