@@ -24,7 +24,7 @@ from .helpers import (
     tokens,
 )
 
-CONFIG = LinformerConfig(projection_length=8, window_size=4, global_tokens=1)
+CONFIG = LinformerConfig(projection="learned", projection_length=8, window_size=4, global_tokens=1)
 CLASSIFIER = "AutoModelForSequenceClassification"
 
 #: pipeline -> family and head; each task of Transformers that a converted head has
@@ -186,7 +186,7 @@ def export(model: nn.Module, path: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        LinformerConfig(projection_length=8, window_size=16, global_tokens=1),
+        LinformerConfig(projection="learned", projection_length=8, window_size=16, global_tokens=1),
         PerformerConfig(num_features=16, window_size=16, global_tokens=1),
     ],
     ids=config_id,

@@ -178,7 +178,9 @@ def test_the_trainer_trains_a_converted_model(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [LinformerConfig(projection_length=8), PerformerConfig(num_features=16)], ids=config_id
+    "config",
+    [LinformerConfig(projection="learned", projection_length=8), PerformerConfig(num_features=16)],
+    ids=config_id,
 )
 def test_lora_finds_queries_and_values(config: AttentionConfig) -> None:
     base = converted_model(config, auto=MASKED_LM)

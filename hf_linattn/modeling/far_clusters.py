@@ -31,8 +31,8 @@ from transformers import initialization as init
 from .blocks import at, between, chunk_size
 from .far_part import FarKeys, Rows, Slots
 
-#: Share of the second-order term of a slot's log mass that is added to it: of 0, 0.5 and 1, 0.5 is best at 512 tokens and 1
-#: at 2,048 and 4,096.
+#: Share of the second-order term of a slot's log mass that is added to it: of 0, 0.5 and 1, 0.5 is best at 512 tokens
+#: and 1 at 2,048 and 4,096.
 SPREAD = 0.75
 # Ranks that form a block of a decoder without a window: the keys of the query's own block are exact.
 _OWN_BLOCK = 64

@@ -18,7 +18,7 @@ from hf_linattn.data.documents import DataConfig
 from ..helpers import save_tokenizer, tiny_model
 
 LEARNED = PerformerConfig(num_features=16, feature_map="learned", window_size=4)
-PROJECTED = LinformerConfig(projection_length=8)
+PROJECTED = LinformerConfig(projection="learned", projection_length=8)
 SHORT: dict[str, Any] = {
     "transfer_steps": 4,
     "distil_steps": 4,

@@ -281,7 +281,7 @@ def test_a_run_goes_on_with_what_it_began_with(folder: Path, tmp_path: Path, dat
     with pytest.raises(FileExistsError, match="holds a run with dataset="):
         adapt(folder, output, settings, data=data)
     other = tmp_path / "other" / "converted"
-    convert_checkpoint(folder.parent / "base", other, LinformerConfig(projection_length=8))
+    convert_checkpoint(folder.parent / "base", other, LinformerConfig(projection="learned", projection_length=8))
     with pytest.raises(FileExistsError, match="holds a run with linattn="):
         adapt(other, output, settings, data=data, eval_data=data)
 

@@ -21,8 +21,8 @@ from hf_linattn.evaluate.fidelity import fidelity
 from ..helpers import POSITIONS, save_tokenizer, tiny_model
 
 TRIED = {
-    "window": LinformerConfig(projection_length=4, window_size=4, global_tokens=1, far=False),
-    "linformer": LinformerConfig(projection_length=8),
+    "window": LinformerConfig(projection="learned", projection_length=4, window_size=4, global_tokens=1, far=False),
+    "linformer": LinformerConfig(projection="learned", projection_length=8),
     "performer": PerformerConfig(num_features=16, feature_map="learned", window_size=4),
 }
 TEXTS = [" ".join(str((3 * number + start) % 90) for number in range(50 + start)) for start in range(4)]

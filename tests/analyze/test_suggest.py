@@ -16,9 +16,9 @@ from hf_linattn.analyze.suggest import described
 LOSSES = {"cheap": (0.01, 0.09, 0.04), "middle": (0.008, 0.01, 0.03), "good": (0.001, 0.002, 0.003)}
 TIMES = {"cheap": 1.0, "middle": 2.0, "good": 4.0}
 SETTINGS = {
-    "cheap": LinformerConfig(projection_length=4),
+    "cheap": LinformerConfig(projection="learned", projection_length=4),
     "middle": PerformerConfig(num_features=8),
-    "good": LinformerConfig(projection_length=8, window_size=8),
+    "good": LinformerConfig(projection="learned", projection_length=8, window_size=8),
 }
 
 

@@ -17,9 +17,9 @@ LEARNED = PerformerConfig(num_features=32, feature_map="learned")
 CONFIGS = [
     LEARNED,
     dataclasses.replace(LEARNED, window_size=8, global_tokens=1),
-    LinformerConfig(projection_length=8),
-    LinformerConfig(projection_length=4, window_size=8, global_tokens=1),
-    LinformerConfig(projection_length=8, sharing="none"),
+    LinformerConfig(projection="learned", projection_length=8),
+    LinformerConfig(projection="learned", projection_length=4, window_size=8, global_tokens=1),
+    LinformerConfig(projection="learned", projection_length=8, sharing="none"),
 ]
 
 
@@ -127,7 +127,7 @@ def _tokenizer(folder) -> PreTrainedTokenizerFast:
     [
         (LinformerConfig(projection_length=8, projection="mean"), "projection='mean' is not fitted"),
         (LinformerConfig(projection_length=8, projection="conv"), "projection='conv' is not fitted"),
-        (LinformerConfig(projection_length=8, sharing="layers"), "share one module"),
+        (LinformerConfig(projection="learned", projection_length=8, sharing="layers"), "share one module"),
         (PerformerConfig(num_features=8), "feature_map='positive' has nothing"),
     ],
 )
@@ -138,7 +138,7 @@ def test_what_cannot_be_fitted_is_refused(config: AttentionConfig, message: str)
 
 def test_layers_without_a_far_part_are_passed_over() -> None:
     base = _sharp("bert")
-    window = LinformerConfig(projection_length=4, window_size=8, global_tokens=1, far=False)
+    window = LinformerConfig(projection="learned", projection_length=4, window_size=8, global_tokens=1, far=False)
     model, before = (convert(base, LayerwiseConfig(by_layer={0: window, 1: LEARNED})) for _ in range(2))
     calibrate(model, base, _documents(3, seed=0))
     state = before.state_dict()

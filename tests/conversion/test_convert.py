@@ -16,10 +16,10 @@ from ..helpers import ENCODERS, HEADS, POSITIONS, config_id, converted_model, in
 
 pytestmark = pytest.mark.core
 
-SWAPS = [LinformerConfig(projection_length=4), PerformerConfig(num_features=16)]
+SWAPS = [LinformerConfig(projection="learned", projection_length=4), PerformerConfig(num_features=16)]
 EXACT = [
-    LinformerConfig(projection_length=POSITIONS),
-    LinformerConfig(projection_length=4, window_size=POSITIONS),
+    LinformerConfig(projection="learned", projection_length=POSITIONS),
+    LinformerConfig(projection="learned", projection_length=4, window_size=POSITIONS),
     PerformerConfig(num_features=16, window_size=POSITIONS),
 ]
 ALL_FAMILIES = pytest.mark.parametrize("family", ENCODERS)
@@ -144,7 +144,7 @@ def test_a_softmax_layer_survives_every_mask() -> None:
 
 @pytest.mark.parametrize("sharing", ["layers", "none"])
 def test_shared_projections_are_one_parameter(sharing: str) -> None:
-    model = converted_model(LinformerConfig(projection_length=4, sharing=sharing))
+    model = converted_model(LinformerConfig(projection="learned", projection_length=4, sharing=sharing))
     names = [name for name, _ in model.named_parameters() if "linattn" in name]
     assert len(names) == (2 if sharing == "layers" else 6)
     model(tokens(12)).last_hidden_state.sum().backward()
@@ -295,6 +295,6 @@ def test_from_a_folder_no_weight_is_copied(tmp_path: Path, monkeypatch: pytest.M
         check(model)
 
     monkeypatch.setitem(convert.__globals__, "_check_loaded", look)
-    state = convert(tmp_path, LinformerConfig(projection_length=4)).state_dict()
+    state = convert(tmp_path, LinformerConfig(projection="learned", projection_length=4)).state_dict()
     assert loaded
     assert {name: state[name].data_ptr() for name in loaded} == loaded

@@ -16,7 +16,7 @@ from hf_linattn.utils.labels import attention_text
 
 from ..helpers import tiny_model, tokens
 
-FIRST = LinformerConfig(projection_length=4, window_size=8, global_tokens=1, exact_length=0)
+FIRST = LinformerConfig(projection="learned", projection_length=4, window_size=8, global_tokens=1, exact_length=0)
 LAST = PerformerConfig(num_features=16, window_size=4, feature_map="learned", exact_length=0)
 CONFIG = LayerwiseConfig(by_layer={1: LAST, 0: FIRST})
 
@@ -106,7 +106,7 @@ def test_reports_and_cards_tell_the_layers_apart(tmp_path) -> None:
         ({"by_layer": {0: "linformer"}}, r"by_layer\[0\]='linformer'"),
         ({"by_layer": {0: CONFIG}}, r"by_layer\[0\]="),
         ({"by_layer": {0: dataclasses.replace(FIRST, layers=[0])}}, r"by_layer\[0\].layers"),
-        ({"by_layer": {0: LinformerConfig(sharing="layers")}}, r"by_layer\[0\].sharing"),
+        ({"by_layer": {0: LinformerConfig(projection="learned", sharing="layers")}}, r"by_layer\[0\].sharing"),
         ({"by_layer": {0: FIRST}, "window_size": 4}, "window_size=4 must be set for each layer"),
         ({"by_layer": {0: FIRST}, "layers": [1]}, r"layers=\[1\]"),
     ],

@@ -220,7 +220,7 @@ def test_a_saved_config_that_does_not_hold_is_refused(change: dict, told: list[s
 
 def test_linformer_settings_are_checked_when_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     """Weights for another projection length are an error, not a fresh start."""
-    converted_model(LinformerConfig(projection_length=4)).save_pretrained(tmp_path)
+    converted_model(LinformerConfig(projection="learned", projection_length=4)).save_pretrained(tmp_path)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"projection_length": 4', '"projection_length": 5'))
     with pytest.raises(RuntimeError, match=r"mismatch|size"):

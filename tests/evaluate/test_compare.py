@@ -40,7 +40,7 @@ from hf_linattn.utils.memory import PeakMemory
 
 from ..helpers import POSITIONS, VOCABULARY, save_tokenizer, tiny_model
 
-JOINED = LinformerConfig(projection_length=4, window_size=8, global_tokens=1)
+JOINED = LinformerConfig(projection="learned", projection_length=4, window_size=8, global_tokens=1)
 NO_FOOTPRINT = CompareConfig(footprint=False, resamples=50)
 
 
@@ -95,7 +95,7 @@ def test_columns_of_a_probe(encoder: str, corpus: Path, tmp_path: Path) -> None:
     config = TaskConfig(lengths=[32, 128], truncate=True, folds=2)
     report = compare(
         encoder,
-        {"pure": LinformerConfig(projection_length=8), "joined": JOINED},
+        {"pure": LinformerConfig(projection="learned", projection_length=8), "joined": JOINED},
         "probe",
         tmp_path,
         data=data(corpus, group_column="book"),
@@ -171,7 +171,12 @@ def test_a_changed_checkpoint_is_measured_again(decoder: str, corpus: Path, tmp_
     call: dict[str, Any] = {"data": data(corpus), "task_config": config, "config": NO_FOOTPRINT}
     results = []
     for window in (4, 8):
-        convert_checkpoint(decoder, folder, LinformerConfig(projection_length=4, window_size=window), overwrite=True)
+        convert_checkpoint(
+            decoder,
+            folder,
+            LinformerConfig(projection="learned", projection_length=4, window_size=window),
+            overwrite=True,
+        )
         report = compare(decoder, {"joined": str(folder)}, "language-modeling", tmp_path / "report", **call)
         results.append(values(report, "perplexity")["joined", 32])
     assert results[0] != results[1]
@@ -299,7 +304,8 @@ def test_token_nll_of_a_padded_batch(decoder: str) -> None:
 
 def test_masked_lm_hides_the_same_tokens_everywhere(encoder: str, corpus: Path, tmp_path: Path) -> None:
     report = compare(
-        encoder, {"exact": LinformerConfig(projection_length=4, window_size=128)}, "masked-lm", tmp_path,
+        encoder, {"exact": LinformerConfig(
+            projection="learned", projection_length=4, window_size=128)}, "masked-lm", tmp_path,
         data=data(corpus), task_config=TaskConfig(lengths=[32], truncate=True), config=NO_FOOTPRINT,
     )  # fmt: skip
     perplexity = values(report, "perplexity")
@@ -315,7 +321,8 @@ def test_classification_by_the_models_head(corpus: Path, tmp_path: Path) -> None
     model.save_pretrained(folder)
     save_tokenizer(folder)
     report = compare(
-        str(folder), {"exact": LinformerConfig(projection_length=4, window_size=128)}, "classification",
+        str(folder), {"exact": LinformerConfig(
+            projection="learned", projection_length=4, window_size=128)}, "classification",
         tmp_path / "report", data=data(corpus), task_config=TaskConfig(lengths=[32], truncate=True),
         config=NO_FOOTPRINT,
     )  # fmt: skip

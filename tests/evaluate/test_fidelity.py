@@ -36,11 +36,11 @@ from ..helpers import (
 
 LENGTH = 40
 EVERYTHING = [
-    LinformerConfig(projection_length=8, window_size=POSITIONS),
+    LinformerConfig(projection="learned", projection_length=8, window_size=POSITIONS),
     PerformerConfig(num_features=16, window_size=POSITIONS),
 ]
 JOINED = [
-    LinformerConfig(projection_length=8, window_size=4, global_tokens=1),
+    LinformerConfig(projection="learned", projection_length=8, window_size=4, global_tokens=1),
     PerformerConfig(num_features=16, window_size=4, global_tokens=1),
 ]
 
@@ -154,9 +154,9 @@ def _seen_exactly(config: AttentionConfig, causal: bool) -> Tensor:
     "config",
     [
         *JOINED,
-        LinformerConfig(projection_length=8),
+        LinformerConfig(projection="learned", projection_length=8),
         PerformerConfig(num_features=16, global_tokens=3),
-        LinformerConfig(projection_length=8, window_size=4, global_tokens=1, near=False),
+        LinformerConfig(projection="learned", projection_length=8, window_size=4, global_tokens=1, near=False),
         PerformerConfig(num_features=16, window_size=4, far=False),
     ],
     ids=config_id,
@@ -212,7 +212,9 @@ def test_errors_and_agreement_by_brute_force() -> None:
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_layers_that_stayed_softmax_have_no_row(family: str) -> None:
     base, whole = _pair(JOINED[0], family)
-    part = converted_model(LinformerConfig(projection_length=8, window_size=4, global_tokens=1, layers=[1]), family)
+    part = converted_model(
+        LinformerConfig(projection="learned", projection_length=8, window_size=4, global_tokens=1, layers=[1]), family
+    )
     (row,) = fidelity(base, part, _documents(LENGTH))
     expected = fidelity(base, whole, _documents(LENGTH))[1]
     assert row.layer == expected.layer == 1

@@ -40,8 +40,8 @@ pytestmark = pytest.mark.core
 CAUSAL_LM = "AutoModelForCausalLM"
 SWAP = PerformerConfig(num_features=16)
 EXACT = [
-    LinformerConfig(projection_length=POSITIONS),
-    LinformerConfig(projection_length=4, window_size=POSITIONS),
+    LinformerConfig(projection="learned", projection_length=POSITIONS),
+    LinformerConfig(projection="learned", projection_length=4, window_size=POSITIONS),
     PerformerConfig(num_features=16, window_size=POSITIONS),
     PerformerConfig(num_features=16, window_size=POSITIONS, layers=[1]),
 ]

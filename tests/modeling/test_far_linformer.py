@@ -150,7 +150,7 @@ def test_equal_values_come_out_as_they_are(projection: str, window_size: int) ->
 
 @pytest.mark.parametrize("first_is_shared", [False, True])
 def test_layers_that_share_a_projection_save_it_once(first_is_shared: bool) -> None:
-    config = LinformerConfig(projection_length=4, sharing="layers", max_length=24)
+    config = LinformerConfig(projection="learned", projection_length=4, sharing="layers", max_length=24)
     first = LinearAttention(config, num_heads=2, head_dim=4, causal=False, seed=0)
     shared = first if first_is_shared else None
     second = LinearAttention(config, num_heads=2, head_dim=4, causal=False, seed=1, shared=shared)

@@ -109,7 +109,7 @@ def test_a_prompt_may_come_in_chunks(family: str, config: AttentionConfig) -> No
 
 
 def test_a_cache_that_is_reset_is_as_new() -> None:
-    for config in (JOINED, LinformerConfig(projection_length=8, window_size=4)):
+    for config in (JOINED, LinformerConfig(projection="learned", projection_length=8, window_size=4)):
         model = decoder(config)
         first, cache = logits_in_pieces(model, prompts(30, 17), [20, 1, 9])
         logits_in_pieces(model, prompts(30), [30])

@@ -57,7 +57,9 @@ def test_a_segment_counts_as_often_as_it_has_tokens() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("config", [LinformerConfig(projection_length=4), PerformerConfig(num_features=8)])
+@pytest.mark.parametrize(
+    "config", [LinformerConfig(projection="learned", projection_length=4), PerformerConfig(num_features=8)]
+)
 def test_a_window_over_everything_is_softmax(config: AttentionConfig, causal: bool) -> None:
     config = type(config)(**{**vars(config), "window_size": LENGTH})
     inputs = qkv(LENGTH, dtype=torch.float64)

@@ -20,7 +20,7 @@ from ..helpers import converted_model, save_tokenizer, tiny_model
 from .hub_server import Hub
 from .test_upload import LOCAL, client, hub  # noqa: F401
 
-CONFIG = LinformerConfig(projection_length=8, window_size=4, global_tokens=1)
+CONFIG = LinformerConfig(projection="learned", projection_length=8, window_size=4, global_tokens=1)
 TRAINING = {"stages": [{"name": "transfer", "steps": 200}], "data": {"dataset": "topics"}}
 REPOSITORY: dict[str, Any] = {"repo_id": "me/model", "base_model": "org/base", "metadata": {"license": "mit"}}
 
@@ -132,7 +132,7 @@ def test_the_metadata_reads_back(folder: Path) -> None:
 
 
 def test_chosen_layers_are_named(tmp_path: Path) -> None:
-    converted_model(LinformerConfig(projection_length=8, layers=[1])).save_pretrained(tmp_path)
+    converted_model(LinformerConfig(projection="learned", projection_length=8, layers=[1])).save_pretrained(tmp_path)
     text = model_card(tmp_path, **REPOSITORY).text
     assert "converted layers: 1 of 2" in text
     # there is no tokenizer to load

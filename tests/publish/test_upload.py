@@ -25,7 +25,7 @@ from ..helpers import converted_model, inputs_for, save_tokenizer, tiny_model
 from .hub_server import TOKEN, Fault, Hub, Repo, serve
 
 MASKED_LM = "AutoModelForMaskedLM"
-CONFIG = LinformerConfig(projection_length=8, window_size=4, global_tokens=1)
+CONFIG = LinformerConfig(projection="learned", projection_length=8, window_size=4, global_tokens=1)
 #: what every push here needs to know beside the repository's name
 LOCAL = {"base_model": "local", "license": "mit"}
 
@@ -388,7 +388,9 @@ def test_what_does_not_work_in_a_fresh_process_is_not_pushed(
     ],
 )
 def test_heads_of_every_kind_load_afresh(tmp_path: Path, family: str, auto: str) -> None:
-    converted_model(LinformerConfig(projection_length=8, window_size=4), family, auto).save_pretrained(tmp_path)
+    converted_model(
+        LinformerConfig(projection="learned", projection_length=8, window_size=4), family, auto
+    ).save_pretrained(tmp_path)
     load_afresh(tmp_path)
 
 

@@ -409,7 +409,7 @@ def test_a_random_model_guesses(family: str, auto: str) -> None:
 def test_padding_and_batches_change_nothing(family: str, auto: str, converted: bool) -> None:
     model: Any = tiny_model(family, auto)
     if converted:
-        model = converted_model(LinformerConfig(projection_length=8, window_size=4), family, auto)
+        model = converted_model(LinformerConfig(projection="learned", projection_length=8, window_size=4), family, auto)
     examples = []
     for length in (30, 9, 50, 17, 64):
         inputs = prompts(length, seed=length)
