@@ -88,7 +88,8 @@ def calibrate(model: LinAttnPreTrainedModel, base: PreTrainedModel, documents: S
     training = base.training
     without_cache = {"use_cache": False} if family.causal else {}
     try:
-        with torch.no_grad(), watch_attention(base.eval(), visit):
+        # short rows too by linear attention: that is what is fitted
+        with model.branches(exact=False), torch.no_grad(), watch_attention(base.eval(), visit):
             base.base_model(ids.to(base.device), attention_mask=mask.to(base.device), **without_cache)
     finally:
         base.train(training)

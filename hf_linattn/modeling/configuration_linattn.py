@@ -194,12 +194,12 @@ class LinformerConfig(AttentionConfig):
         check_choice(type(self).__name__, "projection", self.projection, ("cluster", *PROJECTIONS))
         check_choice(type(self).__name__, "landmarks", self.landmarks, LANDMARKS)
         check_integer(type(self).__name__, "rounds", self.rounds, 0)
+        check_choice(type(self).__name__, "sharing", self.sharing, SHARING)
         if self.projection == "cluster" and self.sharing != "heads":
             raise ValueError(
                 f"{type(self).__name__}: sharing={self.sharing!r} must be 'heads', the default, with "
                 "projection='cluster', which has no projection to share."
             )
-        check_choice(type(self).__name__, "sharing", self.sharing, SHARING)
 
 
 @dataclass(kw_only=True)

@@ -106,7 +106,7 @@ class ClusterFarPart(_ClusterFarPart):
         no_slot = ~rows.far_tokens[:, None]
         metric = _second_moment(query, rows)
         if self.prototypes is not None:
-            slot = nearest(key, self.prototypes.centers.to(key.dtype))[0].masked_fill(no_slot, self.num_slots)
+            slot = nearest(key, self.prototypes.centers)[0].masked_fill(no_slot, self.num_slots)
             return slot, metric
         landmarks = self._landmarks(key, metric, rows)
         slot = nearest(key, landmarks, metric)[0].masked_fill(no_slot, self.num_slots)
@@ -157,7 +157,7 @@ def _second_moment(query: Tensor, rows: Rows) -> Tensor:
 def _squares(key: Tensor, metric: Tensor) -> Tensor:
     """k^T M k of keys (batch, heads, length, dim): (batch, heads, length), float32."""
     chunks = key.split(chunk_size(key.device), dim=2)
-    return torch.cat([((x @ metric.to(x.dtype)) * x).float().sum(-1) for x in chunks], dim=2)
+    return torch.cat([((x.to(metric.dtype) @ metric) * x).sum(-1) for x in chunks], dim=2)
 
 
 def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -171,11 +171,13 @@ def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None) -> tup
     """
     landmarks = landmarks if landmarks.ndim == 4 else landmarks.unsqueeze(0)
     # M c: (batch, heads, slots, dim)
-    weights = landmarks if metric is None else landmarks @ metric.to(landmarks.dtype)
-    half_square = (landmarks * weights).float().sum(-1).unsqueeze(-2) / 2
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    landmarks = landmarks.to(dtype)
+    weights = landmarks if metric is None else landmarks @ metric.to(dtype)
+    half_square = (landmarks * weights).sum(-1).unsqueeze(-2) / 2
     transposed = weights.transpose(-1, -2)
     # scores of a chunk stay in the processor's cache
-    best = [((x @ transposed).float() - half_square).max(-1) for x in key.split(chunk_size(key.device), dim=2)]
+    best = [(x.to(dtype) @ transposed - half_square).max(-1) for x in key.split(chunk_size(key.device), dim=2)]
     return torch.cat([x.indices for x in best], dim=2), torch.cat([x.values for x in best], dim=2)
 
 
@@ -225,7 +227,7 @@ class _BlockClusters:
         self.slot, self.key, self.slots, self.window, self.metric = slot, key, slots, window, metric
         # k^T M k as one more value: its mean minus that of the mean key is the variance of the logits
         square = _squares(key.detach().transpose(1, 2), metric).transpose(1, 2)
-        self.value = torch.cat((value, square.unsqueeze(-1).to(value.dtype)), dim=-1)
+        self.value = torch.cat((value.to(square.dtype), square.unsqueeze(-1)), dim=-1)
         self.total = _sums(slot, key, self.value, slots)
 
     def chunk(self, begin: int, end: int) -> Slots:
@@ -284,7 +286,7 @@ class CausalClusterFarPart(_ClusterFarPart):
     def _by_block(self, key: Tensor, value: Tensor, valid: Tensor | None, block: int) -> Tensor:
         """Sums of each block of tokens, (batch, blocks, heads, slots, dims)."""
         assert self.prototypes is not None
-        slot = nearest(key.detach(), self.prototypes.centers.to(key.dtype))[0]
+        slot = nearest(key.detach(), self.prototypes.centers)[0]
         if valid is not None:
             slot = slot.masked_fill(~valid[:, None], self.num_slots)
         return _sums(slot.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.num_slots, block)
