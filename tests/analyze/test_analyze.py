@@ -21,9 +21,9 @@ from hf_linattn.evaluate.fidelity import fidelity
 from ..helpers import POSITIONS, save_tokenizer, tiny_model
 
 TRIED = {
-    "window": LinformerConfig(projection_length=4, window_size=4, global_tokens=1, far=False),
+    "window": LinformerConfig(projection_length=4, window_size=4, global_tokens=1, far=False, exact_length=0),
     "linformer": LinformerConfig(projection_length=8),
-    "performer": PerformerConfig(num_features=16, feature_map="learned", window_size=4),
+    "performer": PerformerConfig(num_features=16, feature_map="learned", window_size=4, exact_length=0),
 }
 TEXTS = [" ".join(str((3 * number + start) % 90) for number in range(50 + start)) for start in range(4)]
 CONFIG = AnalyzeConfig(length=48, documents=3, spectrum_length=32, window_sizes=[4])
