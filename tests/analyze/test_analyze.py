@@ -21,9 +21,11 @@ from hf_linattn.evaluate.fidelity import fidelity
 from ..helpers import POSITIONS, save_tokenizer, tiny_model
 
 TRIED = {
-    "window": LinformerConfig(projection="learned", projection_length=4, window_size=4, global_tokens=1, far=False),
+    "window": LinformerConfig(
+        projection="learned", projection_length=4, window_size=4, global_tokens=1, far=False, exact_length=0
+    ),
     "linformer": LinformerConfig(projection="learned", projection_length=8),
-    "performer": PerformerConfig(num_features=16, feature_map="learned", window_size=4),
+    "performer": PerformerConfig(num_features=16, feature_map="learned", window_size=4, exact_length=0),
 }
 TEXTS = [" ".join(str((3 * number + start) % 90) for number in range(50 + start)) for start in range(4)]
 CONFIG = AnalyzeConfig(length=48, documents=3, spectrum_length=32, window_sizes=[4])
@@ -151,6 +153,8 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
     assert model.config.linattn["by_layer"].keys() == suggestion["config"]["by_layer"].keys()
     for index, (_, module) in zip(suggestion["config"]["by_layer"], model.linear_attentions(), strict=True):
         settings = {**suggestion["config"]["by_layer"][index], "max_length": POSITIONS}
+        # where a window makes short rows exact, they are as long as the base reads
+        settings["exact_length"] = POSITIONS if settings["window_size"] else 0
         assert module.config.to_dict() == settings
 
 

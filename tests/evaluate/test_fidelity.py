@@ -1,15 +1,10 @@
 """Fidelity of converted layers: known cases, brute force, and the models left as they were."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hf_linattn.modeling.causal_linformer import causal_linformer_attention_reference
-from hf_linattn.modeling.causal_performer import causal_performer_attention_reference
-from hf_linattn.modeling.linformer import linformer_attention_reference
-from hf_linattn.modeling.performer import performer_attention_reference
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.evaluate.fidelity import LayerFidelity, _channels, _weights, fidelity
+from hf_linattn.modeling import naive
 from hf_linattn.modeling.architectures import FAMILIES
 from hf_linattn.modeling.attention_interface import ATTENTION_NAME
 
@@ -96,19 +92,6 @@ def test_rounding_is_told_apart_from_the_error_of_features(family: str) -> None:
         assert row.agreement < 0.9
 
 
-def _reference(linear: Any) -> Callable[..., Tensor]:
-    name = linear.config.method
-    inner = linear.used_projection if name == "linformer" else linear.feature_map
-    functions = {
-        ("linformer", False): linformer_attention_reference,
-        ("linformer", True): causal_linformer_attention_reference,
-        ("performer", False): performer_attention_reference,
-        ("performer", True): causal_performer_attention_reference,
-    }
-    function = functions[name, linear.causal]
-    return lambda query, key, value: function(query, key, value, inner, **linear.config.joining())
-
-
 @pytest.mark.parametrize(
     ("family", "config"),
     [*(("bert", config) for config in METHODS), *(("gpt2", config) for config in CAUSAL)],
@@ -125,7 +108,7 @@ def test_weights_are_those_of_the_quadratic_reference(family: str, config: Atten
     assert weights.shape == (4, 11, 24)
 
     leaf = value.double().requires_grad_()
-    output = _reference(linear)(query.double(), key.double(), leaf)
+    output = naive.attention(linear, query.double(), key.double(), leaf)
     channels = _channels(positions, 8)
     for row, (position, channel) in enumerate(zip(positions, channels, strict=True)):
         (expected,) = torch.autograd.grad(output[0, :, position, channel].sum(), leaf, retain_graph=True)
@@ -146,7 +129,8 @@ def _seen_exactly(config: AttentionConfig, causal: bool) -> Tensor:
             if causal and config.method == "linformer":
                 start = max((i // window - 1) * window, 0) if window else i
                 in_window = j >= first + max(start - first, 0) // segment * segment
-            near[i, j] = j < first or in_window
+            # an encoder's first tokens see every token
+            near[i, j] = j < first or in_window or (not causal and i < first)
     return near
 
 
@@ -195,7 +179,7 @@ def test_errors_and_agreement_by_brute_force() -> None:
             converted(input_ids=torch.tensor([document]))
         query, key, value, output = ours
         wanted = attention @ value
-        weights = _reference(linear)(query.double(), key.double(), torch.eye(len(document)).double()[None, None])
+        weights = naive.attention(linear, query.double(), key.double(), torch.eye(len(document)).double()[None, None])
         agreed += (weights.argmax(-1) == attention.argmax(-1)).flatten().tolist()
         errors.append((output - wanted).square().sum((0, 2, 3)))
         sizes.append(wanted.square().sum((0, 2, 3)))
@@ -236,7 +220,7 @@ def test_the_models_are_left_as_they_were(family: str) -> None:
         assert [name for name, _ in base.named_modules()] == modules
         assert not any(m._forward_hooks for model in (base, converted) for m in model.modules())
         assert not base.training and converted.training
-        assert all(module.config.far for _, module in converted.linear_attentions())
+        assert all(module.far and module.exact for _, module in converted.linear_attentions())
         assert torch.equal(outputs_of(base, inputs), before)
 
     fidelity(base, converted, _documents(LENGTH))
