@@ -34,6 +34,8 @@ from .far_part import FarKeys, Rows, Slots
 #: Share of the second-order term of a slot's log mass that is added to it: of 0, 0.5 and 1, 0.5 is best at 512 tokens
 #: and 1 at 2,048 and 4,096.
 SPREAD = 0.75
+#: The most that is added: the second order says nothing of larger spreads, and half precision has no room for them.
+MOST_SPREAD = 8.0
 # Ranks that form a block of a decoder without a window: the keys of the query's own block are exact.
 _OWN_BLOCK = 64
 
@@ -154,6 +156,11 @@ def _second_moment(query: Tensor, rows: Rows) -> Tensor:
     return moment / rows.valid_lengths.clamp_min(1)[:, None, None, None]
 
 
+def spread_mass(variance: Tensor) -> Tensor:
+    """What the variance of its members' logits adds to the log mass of a slot."""
+    return (SPREAD / 2 * variance).clamp(0.0, MOST_SPREAD)
+
+
 def _squares(key: Tensor, metric: Tensor) -> Tensor:
     """k^T M k of keys (batch, heads, length, dim): (batch, heads, length), float32."""
     chunks = key.split(chunk_size(key.device), dim=2)
@@ -241,7 +248,7 @@ class _BlockClusters:
         mean_key, mean_value, count = _means(far, key.shape[-1])
         with torch.no_grad():
             of_mean = ((mean_key @ self.metric.unsqueeze(1)) * mean_key).sum(-1)
-            log_mass = count.log() + SPREAD / 2 * (mean_value[..., -1] - of_mean).clamp_min(0.0)
+            log_mass = count.log() + spread_mass(mean_value[..., -1] - of_mean)
         # slots before heads: (batch, blocks, slots, heads, dim)
         return Slots(mean_key.transpose(2, 3), mean_value[..., :-1].transpose(2, 3), log_mass)
 
@@ -313,6 +320,6 @@ class CausalClusterFarPart(_ClusterFarPart):
         mean_key, mean_value, count = _means(before, key.shape[-1])
         # (batch, blocks, heads, 1, slots): the same for all queries of a block
         assert self.prototypes is not None
-        log_mass = count.log() + SPREAD / 2 * self.prototypes.spread.to(count.dtype)
+        log_mass = count.log() + spread_mass(self.prototypes.spread.to(count.dtype))
         log_mass = log_mass.unsqueeze(3).to(key.dtype)
         return Slots(mean_key.to(key.dtype), mean_value.to(value.dtype), log_mass), (after,)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .blocks import after_end
 from .causal_projections import CausalProjection
-from .far_clusters import SPREAD, CausalClusterFarPart, ClusterFarPart
+from .far_clusters import CausalClusterFarPart, ClusterFarPart, spread_mass
 from .far_part import Settings
 from .feature_maps import FeatureMap
 from .feature_sums import SIGNED_MASS_FLOOR, expand
@@ -172,14 +172,14 @@ def cluster_attention(
     weights = members / count.clamp_min(1)[..., None]
     log_mass = count.log()
     if causal:
-        log_mass = log_mass + SPREAD / 2 * far_part.prototypes.spread[:, None]  # type: ignore[union-attr]
+        log_mass = log_mass + spread_mass(far_part.prototypes.spread)[:, None]  # type: ignore[union-attr]
     elif window_size:
         # variance over the members of the logits, a mean over the row's queries
         moment = scale**2 * _second_moment(query, valid_lengths).detach()
         mean = (weights @ key[:, :, None]).detach()
         square = ((key @ moment) * key).sum(-1).detach()
         variance = (weights @ square[:, :, None, :, None])[..., 0] - ((mean @ moment[:, :, None]) * mean).sum(-1)
-        log_mass = log_mass + SPREAD / 2 * variance.clamp_min(0)
+        log_mass = log_mass + spread_mass(variance)
     query = query * scale
     near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
     far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + log_mass

@@ -45,7 +45,7 @@ def decoder(slots: int = 8, **settings: Any) -> LinearAttention:
 
 def slots_of(layer: LinearAttention, query: Tensor, key: Tensor, lengths: Tensor | None = None) -> Tensor:
     rows = Rows(lengths, key.shape[2], layer.config.global_tokens, key.device)
-    return layer.far_part.assign(query, key, rows)
+    return layer.far_part.assign(query, key, rows)[0]
 
 
 # the fast form is the reference
@@ -312,8 +312,8 @@ def test_prototypes_come_from_the_seed_and_are_saved() -> None:
     first, again, other = (Prototypes(num_heads=2, head_dim=4, slots=8, seed=seed) for seed in (0, 0, 1))
     assert first.centers.shape == (2, 8, 4)
     assert torch.equal(first.centers, again.centers) and not torch.equal(first.centers, other.centers)
-    assert set(decoder().state_dict()) == {"prototypes.centers"}
-    assert set(encoder(landmarks="prototypes").state_dict()) == {"prototypes.centers"}
+    assert set(decoder().state_dict()) == {"prototypes.centers", "prototypes.spread"}
+    assert set(encoder(landmarks="prototypes").state_dict()) == {"prototypes.centers", "prototypes.spread"}
     # landmarks that are keys have nothing to save
     assert encoder().state_dict() == {}
 

@@ -47,11 +47,13 @@ class MeanFarPart(FarKeys):
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
         self.modules = {}
 
-    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Slots:
+    def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Slots:
         slots = _means(_tokens(key, value, rows.far_tokens[:, None, :, None]).sum(2, keepdim=True))
         return Slots(slots.key.to(key.dtype), slots.value.to(value.dtype), slots.log_mass)
 
-    def summarize_by_block(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int) -> "MeanByBlock":
+    def summarize_by_block(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int, scale: float
+    ) -> "MeanByBlock":
         return MeanByBlock(_tokens(key, value, rows.far_tokens[:, :, None, None]), window)
 
     # decoders: the state is the sums of keys, values and ones, (batch, heads, 2 dim + 1)
