@@ -106,12 +106,12 @@ def columns(plan: Plan) -> dict[str, tuple[AttentionConfig | None, dict[str, boo
     """What is compared: the attention of every layer, None being the trained softmax, and the branches left on."""
     joined = {"window_size": plan.window_size, "global_tokens": 1}
     linformer = {"projection": "mean", "projection_length": plan.config.length // 8}
-    joined_linformer = LinformerConfig(projection="learned", **linformer, **joined)
+    joined_linformer = LinformerConfig(**linformer, **joined)
     joined_performer = PerformerConfig(num_features=64, **joined)
     both, near, far = ({"near": near, "far": far} for near, far in ((True, True), (True, False), (False, True)))
     return {
         "softmax, trained for the task": (None, both),
-        "Linformer": (LinformerConfig(projection="learned", **linformer), both),
+        "Linformer": (LinformerConfig(**linformer), both),
         "Performer": (PerformerConfig(num_features=64), both),
         "window + first token + Linformer": (joined_linformer, both),
         "the same, far off": (joined_linformer, near),
