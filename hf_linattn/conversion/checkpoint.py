@@ -15,10 +15,10 @@ from ..data.tokenizers import load_tokenizer
 from ..modeling.architectures import MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from .checkpoint_files import SENTENCE_FILES, sentence_module_folders
 from .convert import convert
 
 # What makes a sentence encoder of a checkpoint, beside the folders that modules.json names.
-_SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 def convert_checkpoint(
@@ -158,17 +158,15 @@ def _save_sentence_modules(model_id: str | Path, folder: Path, max_length: int, 
     source = Path(model_id)
     if not source.is_dir():
         kwargs = {k: v for k, v in hub_kwargs.items() if k != "subfolder"}
-        patterns = [*_SENTENCE_FILES, "[0-9]_*/*"]
+        patterns = [*SENTENCE_FILES, "[0-9]_*/*"]
         source = Path(snapshot_download(str(model_id), allow_patterns=patterns, **kwargs))
     if not (source / "modules.json").is_file():
         return
-    for name in _SENTENCE_FILES:
+    for name in SENTENCE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    for module in json.loads((source / "modules.json").read_text()):
-        # the first module is the model itself, and has no folder of its own
-        if module["path"] and (source / module["path"]).is_dir():
-            shutil.copytree(source / module["path"], folder / module["path"])
+    for name in sentence_module_folders(source):
+        shutil.copytree(source / name, folder / name)
     settings = folder / "sentence_bert_config.json"
     if settings.is_file():
         values = json.loads(settings.read_text())

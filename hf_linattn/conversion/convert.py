@@ -33,6 +33,7 @@ from ..modeling.modeling_linattn import (
     self_attentions,
 )
 from .calibration import calibrate, check_calibration, default_texts, tokenized
+from .checkpoint_files import check_checkpoint
 from .positions import (
     check_extension,
     checked_length,
@@ -222,6 +223,8 @@ def _resolve(
         raise ValueError(f"auto_class={name!r} is not one of {', '.join(map(repr, AUTO_CLASSES))}.")
     if not model_id or (model_id.startswith(("/", ".", "~")) and not Path(model_id).exists()):
         raise FileNotFoundError(f"There is no folder {model_id!r}.")
+    if Path(model_id).is_dir():
+        check_checkpoint(Path(model_id))
     # not the dtype: a config would keep "auto", which names no dtype
     config_kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
     try:

@@ -1,10 +1,8 @@
-"""Publishing a converted checkpoint: its folder is checked, loaded as a stranger would, and pushed with a card."""
+"""Publishing a converted checkpoint: its folder is checked, loaded in a fresh process, and pushed with a card."""
 
+import glob
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,30 +11,20 @@ from typing import Any, TypeVar
 
 from huggingface_hub import CommitInfo, HfApi, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
-from safetensors import SafetensorError, safe_open
-from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils import logging
 
 from ..modeling.architectures import MODEL_TYPE_PREFIX
-from ..modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig
+from ..utils.files import inside
 from .card import CARRIED, PLOTS, model_card, plots_of, read_report
+from .checks import check_folder, load_afresh
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# What a model repository holds beside config, weights and modelling files. Nothing else in a folder is pushed: not
-# what a training left there, and nothing pickled.
-_OTHER_FILES = (
-    "generation_config.json",
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
-    *("*.jinja", "additional_chat_templates/*.jinja"),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("[0-9]_*/*.json", "[0-9]_*/*.safetensors"),
-    *("README.md", "LICENSE*", "NOTICE*"),
-)
 # Files of an earlier push that a new one replaces: shards of another number, code of an older version.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py", f"{PLOTS}/*"]
 # What a repository may hold before the first push.
 _EMPTY = {".gitattributes", "README.md", "LICENSE"}
 
 _T = TypeVar("_T")
+logger = logging.get_logger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -146,7 +134,10 @@ def push(folder: str | Path, config: PushConfig, *, token: str | None = None) ->
         _reach(api, lambda: api.create_repo(repo_id, private=config.private))
     if config.revision is not None:
         _reach(api, lambda: api.create_branch(repo_id, branch=str(config.revision), exist_ok=True))
-    commit = _upload(api, folder, repo_id, config, allow_patterns=files, delete_patterns=_REPLACED)
+    logger.warning(f"To {repo_id} go: {', '.join(files)}")
+    # names, not patterns
+    names = [glob.escape(name) for name in files]
+    commit = _upload(api, folder, repo_id, config, allow_patterns=names, delete_patterns=_REPLACED)
     url = f"{api.endpoint}/{repo_id}"
     if card is None:
         return Pushed(repo_id, commit.oid, url, (folder / "README.md").read_text(encoding="utf-8"))
@@ -155,123 +146,10 @@ def push(folder: str | Path, config: PushConfig, *, token: str | None = None) ->
         written.save(Path(scratch) / "README.md")
         for plot in [] if config.report is None else plots_of(config.report):
             (Path(scratch) / PLOTS).mkdir(exist_ok=True)
-            shutil.copyfile(plot, Path(scratch) / PLOTS / plot.name)
+            source = inside(plot.parent, plot.name, file=plot.name, field="file")
+            shutil.copyfile(source, Path(scratch) / PLOTS / plot.name)
         _upload(api, Path(scratch), repo_id, config)
     return Pushed(repo_id, commit.oid, url, str(written))
-
-
-def check_folder(folder: Path) -> list[str]:
-    """The files of a converted checkpoint that belong on the Hub, after a look at each that loading needs.
-
-    Returns:
-        Paths within the folder.
-
-    Raises:
-        FileNotFoundError, ValueError: as `push`; the message names the file.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {str(folder)!r}.")
-    if not (folder / "config.json").is_file():
-        hint = "not a converted checkpoint"
-        if (folder / "adapter_config.json").is_file():
-            hint = "a PEFT adapter; save the whole model: model.merge_and_unload().save_pretrained(...)"
-        raise FileNotFoundError(f"{str(folder)!r} has no config.json: it is {hint}.")
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        model_type = str(values["model_type"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(folder / 'config.json')!r} is damaged: {error!r}") from error
-    if not model_type.startswith(MODEL_TYPE_PREFIX):
-        raise ValueError(
-            f"{str(folder)!r} has model_type={model_type!r}, which is no converted model; make one with "
-            "hf-linattn convert."
-        )
-    if model_type not in {cls.model_type for cls in CONFIG_CLASSES.values()}:
-        raise ValueError(
-            f"{str(folder)!r} has model_type={model_type!r}, which this hf-linattn does not know. Upgrade with "
-            "`pip install -U hf-linattn`."
-        )
-    try:
-        AttentionConfig.from_dict(values.get("linattn") or {})
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{str(folder / 'config.json')!r}: {error}") from error
-    code = _modelling_files(folder, values)
-    others = {path.relative_to(folder).as_posix() for pattern in _OTHER_FILES for path in folder.glob(pattern)}
-    return sorted({"config.json", *code, *_weight_files(folder), *others})
-
-
-def load_afresh(folder: Path) -> None:
-    """Load the folder in a fresh process, offline and without this package, and run it once.
-
-    Raises:
-        ValueError: it does not load, a weight is missing, or an output is not finite; the message says which.
-    """
-    script = Path(__file__).with_name("clean_load.py")
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": scratch}
-        done = subprocess.run(
-            [sys.executable, "-I", str(script), str(folder.resolve())],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise ValueError(f"{str(folder)!r} does not work in a fresh process, and is not pushed: {reason}")
-
-
-def _modelling_files(folder: Path, values: dict[str, Any]) -> set[str]:
-    """The modules that the config's auto_map names, and all that they import of each other."""
-    references = (values.get("auto_map") or {}).values()
-    if not references or not values.get("architectures"):
-        raise ValueError(
-            f"{str(folder / 'config.json')!r} has no auto_map or no architectures, by which others load it; write the "
-            "folder with model.save_pretrained."
-        )
-    if elsewhere := [reference for reference in references if "--" in reference]:
-        raise ValueError(
-            f"{str(folder / 'config.json')!r}: auto_map names the code of another repository, {elsewhere[0]!r}; write "
-            "the folder with model.save_pretrained."
-        )
-    found: set[str] = set()
-    waiting = {reference.partition(".")[0]: "config.json" for reference in references}
-    while waiting:
-        name, wanted_by = waiting.popitem()
-        file = folder / f"{name}.py"
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{str(file)!r} is missing, a modelling file that {wanted_by} needs; write the folder with "
-                "model.save_pretrained."
-            )
-        found.add(file.name)
-        waiting |= {module: file.name for module in get_relative_imports(file) if f"{module}.py" not in found}
-    return found
-
-
-def _weight_files(folder: Path) -> set[str]:
-    """The weights, in one file or in shards; each is opened, which finds it cut off."""
-    wanted: dict[str, set[str]] = {_WEIGHTS: set()}
-    if (folder / _INDEX).is_file():
-        try:
-            weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(folder / _INDEX)!r} is damaged: {error!r}") from error
-        wanted = {}
-        for tensor, name in weight_map.items():
-            wanted.setdefault(name, set()).add(tensor)
-    for name, tensors in wanted.items():
-        file = folder / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{str(file)!r} is missing: weights are pushed as safetensors only.")
-        try:
-            with safe_open(file, framework="pt") as opened:
-                present = set(opened.keys())
-        except SafetensorError as error:
-            raise ValueError(f"{str(file)!r} is cut off or damaged: {error}") from error
-        if lost := sorted(tensors - present):
-            raise ValueError(f"{str(file)!r} lacks {lost[0]} and {len(lost) - 1} more tensors that {_INDEX} names.")
-    return {*wanted, *([_INDEX] if (folder / _INDEX).is_file() else [])}
 
 
 def _reach(api: HfApi, call: Callable[[], _T]) -> _T:

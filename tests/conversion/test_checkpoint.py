@@ -194,3 +194,15 @@ def test_two_processes_into_one_folder_leave_one_complete_model(checkpoint: Path
     assert all(code == 0 or "not empty" in error for code, error in zip(codes, errors, strict=True)), errors
     assert listing(tmp_path) == ["a checkpoint", "out"]
     assert AutoModel.from_pretrained(tmp_path / "out")(**inputs_for("AutoModel")).last_hidden_state.isfinite().all()
+
+
+def test_a_module_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    """What lies beside a checkpoint is not copied, whatever its modules.json says."""
+    source, private = tmp_path / "source", tmp_path / "private"
+    tiny_model("bert").save_pretrained(source)
+    private.mkdir()
+    (private / "key.txt").write_text("secret")
+    (source / "modules.json").write_text('[{"path": ""}, {"path": "../private"}]')
+    with pytest.raises(ValueError, match=r"modules.json': path='../private' leads out of the folder"):
+        convert_checkpoint(source, PerformerConfig(num_features=16), tmp_path / "output")
+    assert not (tmp_path / "output").exists() and [path.name for path in private.iterdir()] == ["key.txt"]

@@ -19,7 +19,8 @@ import hf_linattn
 import hf_linattn.publish.upload
 from hf_linattn import LinformerConfig, convert, convert_checkpoint
 from hf_linattn.cli.main import main
-from hf_linattn.publish.upload import PushConfig, load_afresh, push
+from hf_linattn.publish import PushConfig, push
+from hf_linattn.publish.checks import load_afresh
 
 from ..helpers import converted_model, inputs_for, save_tokenizer, tiny_model
 from .hub_server import TOKEN, Fault, Hub, Repo, serve
@@ -398,8 +399,11 @@ def test_only_what_belongs_to_a_model_is_pushed(hub: Hub, unchecked: None, folde
     (folder / "checkpoint-5").mkdir()
     (folder / "1_Pooling").mkdir()
     strays = ["optimizer.pt", "training_args.bin", "notes.txt", ".env", "train.py", "checkpoint-5/config.json"]
-    for name in (*strays, "1_Pooling/config.json", "modules.json", "LICENSE"):
+    # names that patterns would take
+    strays += ["tokenizer_secret.json", "id_rsa.model", "LICENSE_KEY.txt", "1_Pooling/notes.json"]
+    for name in (*strays, "1_Pooling/config.json", "LICENSE"):
         (folder / name).write_text("{}")
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
     push(folder, PushConfig(repo="me/model", **LOCAL))
     files = set(hub.files("me/model"))
     assert {"1_Pooling/config.json", "modules.json", "LICENSE", "generation_config.json"} <= files
@@ -481,3 +485,22 @@ def test_the_command(hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str])
 def test_an_empty_name_is_refused() -> None:
     with pytest.raises(ValueError, match="repo=''"):
         PushConfig(repo="")
+
+
+def test_a_link_out_of_the_folder_is_refused_before_anything_is_sent(
+    hub: Hub, unchecked: None, folder: Path, tmp_path: Path
+) -> None:
+    private = tmp_path / "private.txt"
+    private.write_text("secret")
+    (folder / "merges.txt").unlink(missing_ok=True)
+    (folder / "merges.txt").symlink_to(private)
+    with pytest.raises(ValueError, match=r"'merges.txt' is a link that leads out of the folder"):
+        push(folder, PushConfig(repo="me/model", **LOCAL))
+    assert "me/model" not in hub.repos
+
+
+def test_a_shard_outside_the_folder_is_refused(hub: Hub, unchecked: None, folder: Path) -> None:
+    index = {"weight_map": {"x": "../private.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"weight_map\['x'\]='../private.safetensors' leads out of the folder"):
+        push(folder, PushConfig(repo="me/model", **LOCAL))
