@@ -26,7 +26,7 @@ from hf_linattn import (
     PerformerConfig,
     convert,
 )
-from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.architectures import ARCHITECTURES
 from hf_linattn.modeling.far_part import FarPart
 from hf_linattn.modeling.feature_maps import FeatureMap, Moments
 from hf_linattn.modeling.linear_attention import LinearAttention, attend_causally
@@ -37,9 +37,9 @@ from hf_linattn.modeling.state import State, empty_state
 POSITIONS = 64
 VOCABULARY = 100
 #: architectures that this version of Transformers has: encoders, and decoders, whose tokens see earlier ones only
-AVAILABLE = [name for name, family in FAMILIES.items() if hasattr(transformers, f"{family.prefix}Config")]
-ENCODERS = tuple(name for name in AVAILABLE if not FAMILIES[name].causal)
-DECODERS = tuple(name for name in AVAILABLE if FAMILIES[name].causal)
+AVAILABLE = [name for name, family in ARCHITECTURES.items() if hasattr(transformers, f"{family.prefix}Config")]
+ENCODERS = tuple(name for name in AVAILABLE if not ARCHITECTURES[name].causal)
+DECODERS = tuple(name for name in AVAILABLE if ARCHITECTURES[name].causal)
 #: (architecture, auto class) of every head of the encoders that can be converted
 HEADS = [(family, auto) for auto, by_family in MODEL_CLASSES.items() for family in ENCODERS if family in by_family]
 
@@ -147,7 +147,7 @@ def config_id(value: Any) -> str:
 
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """A config with two layers of four heads of eight; attention sharp enough for its approximations to differ."""
-    offset = 2 if FAMILIES[family].positions_after_padding else 0
+    offset = 2 if ARCHITECTURES[family].positions_after_padding else 0
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -163,14 +163,14 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
         settings["hidden_dim"] = settings.pop("intermediate_size")
     if family in ("albert", "electra"):
         settings.setdefault("embedding_size", 16)
-    if FAMILIES[family].causal:
+    if ARCHITECTURES[family].causal:
         # no token ends a text, and no dropout: what the tests train is the attention
         settings = {"eos_token_id": None, "bos_token_id": 2, **settings}
         names = ("attn_pdrop", "embd_pdrop", "resid_pdrop") if family == "gpt2" else ("dropout", "attention_dropout")
         settings |= dict.fromkeys(names, 0.0)
     if family == "gpt2":
         settings["n_inner"] = settings.pop("intermediate_size")
-    config_class = getattr(transformers, f"{FAMILIES[family].prefix}Config")
+    config_class = getattr(transformers, f"{ARCHITECTURES[family].prefix}Config")
     if hasattr(config_class(), "num_key_value_heads"):
         settings.setdefault("num_key_value_heads", 2)
     if family == "opt":

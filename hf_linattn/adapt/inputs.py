@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.documents import DataConfig, load_documents
-from ..modeling.architectures import FAMILIES, Family
+from ..modeling.architectures import ARCHITECTURES, Architecture
 from ..modeling.modeling_linattn import MODEL_CLASSES
 from .config import AdaptConfig
 from .loading import ModelSource, check_weights, find_tokenizer, load_config
@@ -40,9 +40,9 @@ class Inputs:
     tokenizer_given: bool
 
     @property
-    def architecture(self) -> Family:
+    def architecture(self) -> Architecture:
         """The row of the model's architecture."""
-        return FAMILIES[self.model_config.base_model_type]
+        return ARCHITECTURES[self.model_config.base_model_type]
 
     @property
     def finds_padding(self) -> bool:

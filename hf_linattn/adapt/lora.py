@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
 from .config import AdaptConfig
 
@@ -40,7 +40,7 @@ def add_adapter(model: LinAttnPreTrainedModel, config: AdaptConfig, drawn: Itera
         "target_modules": "all-linear" if config.lora_targets is None else config.lora_targets,
         "modules_to_save": ["linattn", *in_full],
         "exclude_modules": matched or None,
-        "fan_in_fan_out": FAMILIES[model.config.base_model_type].conv1d,
+        "fan_in_fan_out": ARCHITECTURES[model.config.base_model_type].conv1d,
     }
     # half of each adapter is drawn: the same on every start
     with torch.random.fork_rng():

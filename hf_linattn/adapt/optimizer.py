@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from .config import AdaptConfig
 
 #: What the methods learn, query and key weights, and all other weights.
@@ -20,8 +20,8 @@ def _modules(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(^|\.)({'|'.join(sorted(set(names)))})\.")
 
 
-_QUERY_KEY = _modules(name for row in FAMILIES.values() for name in row.query_key)
-_EMBEDDINGS = _modules(name for row in FAMILIES.values() for name in row.embeddings)
+_QUERY_KEY = _modules(name for row in ARCHITECTURES.values() for name in row.query_key)
+_EMBEDDINGS = _modules(name for row in ARCHITECTURES.values() for name in row.embeddings)
 
 
 def group_of(name: str) -> str:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..conversion.convert import convert
 from ..conversion.positions import POSITION_EXTENSIONS
 from ..conversion.softmax import SoftmaxAttention
-from ..modeling.architectures import FAMILIES, Family
+from ..modeling.architectures import ARCHITECTURES, Architecture
 from ..modeling.configuration_linattn import PerformerConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
 
@@ -27,23 +27,23 @@ def softmax_teacher(
     Raises:
         ValueError: the two are not of the same architecture and size.
     """
-    family = FAMILIES[model.config.base_model_type]
-    teacher = copy.deepcopy(model) if base is None else _extended(base, model, family)
-    for _, attention in self_attentions(teacher, family):
-        attention.linattn = SoftmaxAttention(is_causal=family.causal)
+    architecture = ARCHITECTURES[model.config.base_model_type]
+    teacher = copy.deepcopy(model) if base is None else _extended(base, model, architecture)
+    for _, attention in self_attentions(teacher, architecture):
+        attention.linattn = SoftmaxAttention(is_causal=architecture.causal)
     return teacher.requires_grad_(False).eval()
 
 
-def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel, family: Family) -> Any:
+def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel, architecture: Architecture) -> Any:
     """The base model with the positions of `model`."""
     options: dict[str, Any] = {}
     if not isinstance(base, PreTrainedModel):
-        options = {"auto_class": "AutoModelForCausalLM" if family.causal else "AutoModel", "dtype": model.dtype}
+        options = {"auto_class": "AutoModelForCausalLM" if architecture.causal else "AutoModel", "dtype": model.dtype}
     options["max_length"] = model.config.linattn["max_length"]
     # of the conversion, only the longer table of positions stays
     teachers = [
         convert(base, PerformerConfig(num_features=1), position_extension=extension, **options)
-        for extension in (POSITION_EXTENSIONS if family.position_table else POSITION_EXTENSIONS[:1])
+        for extension in (POSITION_EXTENSIONS if architecture.position_table else POSITION_EXTENSIONS[:1])
     ]
     teacher = teachers[0]
     if teacher.config.model_type != model.config.model_type:
@@ -55,13 +55,13 @@ def _extended(base: str | Path | PreTrainedModel, model: LinAttnPreTrainedModel,
         ours, theirs = getattr(model.config, name), getattr(teacher.config, name)
         if ours != theirs:
             raise ValueError(f"base has {name}={theirs}, and the model to adapt {name}={ours}.")
-    if family.position_table is None:
+    if architecture.position_table is None:
         return teacher
     # how the table of `model` was made longer is not recorded, and its rows may have been trained since
-    ours = model.base_model.get_parameter(family.position_table).detach()
+    ours = model.base_model.get_parameter(architecture.position_table).detach()
 
     def distance(teacher: Any) -> float:
-        table = teacher.base_model.get_parameter(family.position_table).detach()
+        table = teacher.base_model.get_parameter(architecture.position_table).detach()
         return float((table.to(ours) - ours).norm())
 
     return min(teachers, key=distance)

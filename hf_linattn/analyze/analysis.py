@@ -20,7 +20,7 @@ from ..conversion.positions import extend_positions
 from ..conversion.softmax import AttentionCall, SoftmaxAttention, watch_attention
 from ..conversion.summary import linear_flops, softmax_flops
 from ..data.tokenizers import tokenizer_of
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
 from ..modeling.modeling_linattn import LinearAttention, linear_attention
 from ..utils.labels import checkpoint_name
@@ -215,7 +215,7 @@ def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int, see
 def _load(model_id: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     model_type = AutoConfig.from_pretrained(model_id, **{k: v for k, v in kwargs.items() if k != "dtype"}).model_type
     # what a decoder loses shows in its logits
-    causal = model_type in FAMILIES and FAMILIES[model_type].causal
+    causal = model_type in ARCHITECTURES and ARCHITECTURES[model_type].causal
     return (AutoModelForCausalLM if causal else AutoModel).from_pretrained(model_id, **kwargs)
 
 
@@ -229,7 +229,7 @@ class SwappedModel:
 
     def __init__(self, base: PreTrainedModel, config: AnalyzeConfig, candidates: Mapping[str, AttentionConfig]) -> None:
         self.base, self.config = base, config
-        self.causal = FAMILIES[base.config.model_type].causal
+        self.causal = ARCHITECTURES[base.config.model_type].causal
         self.layers = base.config.num_hidden_layers
         self.settings: dict[str, AttentionConfig] = {}
         self.modules: dict[str, list[LinearAttention]] = {}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
 
 
@@ -49,7 +49,7 @@ DECODER_CANDIDATES: dict[str, AttentionConfig] = {
 
 def candidates_for(model_type: str) -> dict[str, AttentionConfig]:
     """What is tried in a model of this type unless something else is given."""
-    causal = model_type in FAMILIES and FAMILIES[model_type].causal
+    causal = model_type in ARCHITECTURES and ARCHITECTURES[model_type].causal
     return DECODER_CANDIDATES if causal else CANDIDATES
 
 

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from ..data.documents import TOPICS, DataConfig, load_documents
 from ..data.tokenizers import tokenizer_of
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.feature_maps import FeatureMap
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, self_attentions
 from .clustering import cluster_centers, logit_variances
@@ -63,8 +63,8 @@ def calibrate(model: LinAttnPreTrainedModel, base: PreTrainedModel, documents: S
     Raises:
         ValueError: a layer has nothing that is fitted, all layers share one module, or there is no document.
     """
-    family = FAMILIES[model.config.base_model_type]
-    modules = [getattr(attention, "linattn", None) for _, attention in self_attentions(model, family)]
+    architecture = ARCHITECTURES[model.config.base_model_type]
+    modules = [getattr(attention, "linattn", None) for _, attention in self_attentions(model, architecture)]
     check_calibration(model)
     # where nothing is far there is nothing to fit
     modules = [module if module is not None and module.config.far else None for module in modules]
@@ -86,7 +86,7 @@ def calibrate(model: LinAttnPreTrainedModel, base: PreTrainedModel, documents: S
             bar.update(1)
 
     training = base.training
-    without_cache = {"use_cache": False} if family.causal else {}
+    without_cache = {"use_cache": False} if architecture.causal else {}
     try:
         # short rows too by linear attention: that is what is fitted
         with model.branches(exact=False), torch.no_grad(), watch_attention(base.eval(), visit):
@@ -104,7 +104,7 @@ def tokenized(
     A decoder's texts are joined and cut into sequences of this length: its keys depend on their positions, and short
     texts have none of the later ones.
     """
-    causal = FAMILIES[model_type].causal
+    causal = ARCHITECTURES[model_type].causal
     length = min(length or (1024 if causal else 512), longest)
     if not texts:
         return []
@@ -141,7 +141,7 @@ def check_calibration(model: LinAttnPreTrainedModel) -> None:
         ValueError: one has not; the message names the field.
     """
     settings = model.attention_config
-    if FAMILIES[model.config.base_model_type].shares_layers or getattr(settings, "sharing", None) == "layers":
+    if ARCHITECTURES[model.config.base_model_type].shares_layers or getattr(settings, "sharing", None) == "layers":
         raise ValueError("calibration_texts: layers that share one module cannot be fitted one after the other.")
     fitted = [module for _, module in model.linear_attentions() if module.config.far]
     if not fitted:

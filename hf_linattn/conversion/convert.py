@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..data.tokenizers import tokenizer_of
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import (
     CONFIG_CLASSES,
     AttentionConfig,
@@ -204,7 +204,7 @@ def _attention_config(config: AttentionConfig | str, seed: int | None) -> Attent
 
 def _converted_class(architecture: str, config: PreTrainedConfig) -> type[LinAttnPreTrainedModel]:
     """The converted class of an architecture such as "BertForMaskedLM"."""
-    if config.model_type not in FAMILIES:
+    if config.model_type not in ARCHITECTURES:
         raise unsupported(config)
     heads = HEAD_CLASSES[config.model_type]
     if architecture not in heads:
@@ -236,7 +236,7 @@ def _resolve(
     # what names the place to load from was used for the config, and is needed for the weights as well
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
     rest |= {key: kwargs[key] for key in kept if key in kwargs}
-    if config.model_type not in FAMILIES:
+    if config.model_type not in ARCHITECTURES:
         raise unsupported(config)
     if name is None:
         if not config.architectures:
@@ -290,15 +290,15 @@ def with_exact_length(config: AttentionConfig, base: PreTrainedConfig) -> Attent
         )
     if config.exact_length is not None:
         return config
-    encoder = not FAMILIES[base.model_type].causal
+    encoder = not ARCHITECTURES[base.model_type].causal
     readable = base.max_position_embeddings - position_offset(base)
     return dataclasses.replace(config, exact_length=readable if encoder and config.window_size else 0)
 
 
 def _attention_state(base: PreTrainedModel, config: LinAttnConfig) -> dict[str, Tensor]:
     """Initial parameters and buffers of the linear attention, by their names in the converted model."""
-    family, settings = FAMILIES[config.base_model_type], config.attention
-    attentions = [name for name, _ in self_attentions(base, family)]
+    architecture, settings = ARCHITECTURES[config.base_model_type], config.attention
+    attentions = [name for name, _ in self_attentions(base, architecture)]
     state: dict[str, Tensor] = {}
     shared = None
     for index, name in enumerate(tqdm(attentions, desc="Converting", unit="layer", leave=False)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..modeling.architectures import FAMILIES, MODEL_TYPE_PREFIX
+from ..modeling.architectures import ARCHITECTURES, MODEL_TYPE_PREFIX
 from ..modeling.modeling_linattn import position_offset
 
 POSITION_EXTENSIONS = ("repeat", "interpolate")
@@ -25,7 +25,7 @@ def extend_positions(model: PreTrainedModel, max_length: int, *, position_extens
         ValueError: the architecture is not supported, or `position_extension` is not "repeat" or "interpolate".
     """
     check_extension(position_extension)
-    if model.config.model_type not in FAMILIES:
+    if model.config.model_type not in ARCHITECTURES:
         raise unsupported(model.config)
     config = copy.deepcopy(model.config)
     offset = position_offset(config)
@@ -67,7 +67,7 @@ def checked_length(base: PreTrainedConfig, of_settings: int | None, max_length: 
     if max_length is None:
         max_length = positions if of_settings is None else of_settings
     # rotary positions have no table that a shorter length would have to cut
-    least = 1 if FAMILIES[base.model_type].position_table is None else positions
+    least = 1 if ARCHITECTURES[base.model_type].position_table is None else positions
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < least:
         raise ValueError(
             f"max_length={max_length!r} must be an integer of at least {least}; leave it out to keep the checkpoint's "
@@ -86,7 +86,7 @@ def extend_table(
     state: dict[str, Tensor], base: PreTrainedModel, config: PreTrainedConfig, position_extension: str
 ) -> None:
     """Lengthen the table of position embeddings in `state` to what the config asks for; rotary models have none."""
-    architecture = FAMILIES[base.config.model_type]
+    architecture = ARCHITECTURES[base.config.model_type]
     if architecture.position_table is None:
         return
     name = architecture.position_table
@@ -120,5 +120,5 @@ def unsupported(config: PreTrainedConfig) -> ValueError:
             f"model_type={config.model_type!r}: the checkpoint is converted already; start from its base."
         )
     return ValueError(
-        f"model_type={config.model_type!r} is not supported. Supported are: {', '.join(sorted(FAMILIES))}."
+        f"model_type={config.model_type!r} is not supported. Supported are: {', '.join(sorted(ARCHITECTURES))}."
     )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.attention_interface import ATTENTION_NAME
 from ..modeling.modeling_linattn import self_attentions
 
@@ -83,11 +83,12 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
     Raises:
         ValueError: the architecture is not supported.
     """
-    if model.config.model_type not in FAMILIES:
+    if model.config.model_type not in ARCHITECTURES:
         raise ValueError(
-            f"model_type={model.config.model_type!r} is not supported. Supported are: {', '.join(sorted(FAMILIES))}."
+            f"model_type={model.config.model_type!r} is not supported. Supported are: "
+            f"{', '.join(sorted(ARCHITECTURES))}."
         )
-    family = FAMILIES[model.config.model_type]
+    architecture = ARCHITECTURES[model.config.model_type]
     implementation = model.config._attn_implementation
     # of calls, not of modules: one module may serve several layers
     layers = count()
@@ -102,12 +103,12 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
         root = kwargs["scale"] ** 0.5
         return visit(AttentionCall(next(layers), query * root, key * root, value, lengths, output, root))
 
-    attentions: list[Any] = [attention for _, attention in self_attentions(model, family)]
+    attentions: list[Any] = [attention for _, attention in self_attentions(model, architecture)]
     handles = [model.base_model.register_forward_pre_hook(restart)]
     try:
         model.set_attn_implementation(ATTENTION_NAME)
         for attention in attentions:
-            attention.linattn = SoftmaxAttention(is_causal=family.causal)
+            attention.linattn = SoftmaxAttention(is_causal=architecture.causal)
             handles.append(attention.linattn.register_forward_hook(hook, with_kwargs=True))
         yield
     finally:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import AttentionConfig, LinAttnConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, head_dim, linear_attention
 
@@ -74,7 +74,7 @@ def summarize(model: LinAttnPreTrainedModel) -> ConversionSummary:
             tensor.numel() for name, tensor in model.state_dict().items() if ".linattn." in name and tensor.dim()
         ),
         max_length=length,
-        rotary=FAMILIES[config.base_model_type].position_table is None,
+        rotary=ARCHITECTURES[config.base_model_type].position_table is None,
         flops=attention_flops(config, length) / length,
         softmax_flops=layers * softmax_flops(config, length) / length,
         crossover=_crossover(config, length),
@@ -84,7 +84,7 @@ def summarize(model: LinAttnPreTrainedModel) -> ConversionSummary:
 def softmax_flops(config: Any, length: int) -> float:
     """Operations of one softmax layer: q.k and weights times v, two for a multiply-add; half of it if causal."""
     whole = 4.0 * length * length * config.num_attention_heads * head_dim(config)
-    return whole / 2 if FAMILIES[config.base_model_type].causal else whole
+    return whole / 2 if ARCHITECTURES[config.base_model_type].causal else whole
 
 
 def linear_flops(settings: AttentionConfig, config: LinAttnConfig, length: int) -> float:

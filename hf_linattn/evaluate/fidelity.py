@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..conversion.softmax import SoftmaxAttention
-from ..modeling.architectures import FAMILIES
+from ..modeling.architectures import ARCHITECTURES
 from ..modeling.attention_interface import ATTENTION_NAME
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, position_offset, self_attentions
 from ..modeling.validation import check_integer
@@ -147,7 +147,7 @@ def _check(
         raise ValueError("documents is empty, or holds a document without a token.")
     longest = max(len(document) for document in documents)
     limits = {"converted": converted.attention_config.max_length}
-    if FAMILIES[base.config.model_type].position_table is not None:
+    if ARCHITECTURES[base.config.model_type].position_table is not None:
         limits["base"] = base.config.max_position_embeddings - position_offset(base.config)
     for name, limit in limits.items():
         if limit is not None and longest > limit:
@@ -155,7 +155,7 @@ def _check(
 
 
 def _read(base: PreTrainedModel, document: Sequence[int]) -> None:
-    without_cache = {"use_cache": False} if FAMILIES[base.config.model_type].causal else {}
+    without_cache = {"use_cache": False} if ARCHITECTURES[base.config.model_type].causal else {}
     with torch.no_grad():
         base.base_model(input_ids=torch.tensor([list(document)], device=base.device), **without_cache)
 
@@ -165,7 +165,7 @@ def _compared(
     base: PreTrainedModel, converted: LinAttnPreTrainedModel, positions: Tensor, sums: dict[int, "_Sums"]
 ) -> Iterator[None]:
     """While this lasts, each attention layer of `base` that runs is compared, and `sums` collects the results."""
-    family = FAMILIES[base.config.model_type]
+    architecture = ARCHITECTURES[base.config.model_type]
     calls: list[_Attention] = []
     # of calls, not of modules: one module may serve several layers
     layers = count()
@@ -185,7 +185,7 @@ def _compared(
             softmax, ours = calls
             if layer not in sums:
                 sums[layer] = _Sums(heads=ours.query.shape[1])
-            sums[layer].add(softmax, ours, linear, positions, causal=family.causal)
+            sums[layer].add(softmax, ours, linear, positions, causal=architecture.causal)
             # with what the measurement itself ran
             calls.clear()
 
@@ -195,13 +195,13 @@ def _compared(
     implementation = base.config._attn_implementation
     try:
         base.set_attn_implementation(ATTENTION_NAME)
-        pairs = zip(self_attentions(base, family), self_attentions(converted, family), strict=True)
+        pairs = zip(self_attentions(base, architecture), self_attentions(converted, architecture), strict=True)
         # short rows too by linear attention: that is what is measured
         with hooked() as handles, converted.branches(exact=False):
             for (_, ours), (_, theirs) in pairs:
                 linear: Any = getattr(theirs, "linattn", None)
                 if linear is not None:
-                    ours.linattn = SoftmaxAttention(is_causal=family.causal)
+                    ours.linattn = SoftmaxAttention(is_causal=architecture.causal)
                     watched.append(ours)
                     handles += [x.register_forward_hook(keep, with_kwargs=True) for x in (ours.linattn, linear)]
                 handles.append(ours.register_forward_hook(compare(theirs, linear), with_kwargs=True))

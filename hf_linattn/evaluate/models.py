@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from ..conversion.convert import convert
 from ..conversion.positions import extend_positions
 from ..data.tokenizers import load_tokenizer as saved_tokenizer
-from ..modeling.architectures import FAMILIES, MODEL_TYPE_PREFIX
+from ..modeling.architectures import ARCHITECTURES, MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, position_offset
 
@@ -91,10 +91,10 @@ def base_length(base: str) -> int:
         ValueError: the architecture is not supported.
     """
     config = AutoConfig.from_pretrained(base)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"model_type={config.model_type!r} of the base is not supported. Supported are: "
-            f"{', '.join(sorted(FAMILIES))}."
+            f"{', '.join(sorted(ARCHITECTURES))}."
         )
     return config.max_position_embeddings - position_offset(config)
 

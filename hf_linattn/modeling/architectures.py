@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class Architecture:
     """One architecture of Transformers whose attention goes through the attention interface.
 
     Attributes:
@@ -39,18 +39,18 @@ class Family:
     conv1d: bool = False
 
 
-_FAMILIES = (
-    Family(model_type="albert", prefix="Albert", attention="AlbertAttention", shares_layers=True),
-    Family(model_type="bert", prefix="Bert", attention="BertSelfAttention"),
-    Family(
+_ARCHITECTURES = (
+    Architecture(model_type="albert", prefix="Albert", attention="AlbertAttention", shares_layers=True),
+    Architecture(model_type="bert", prefix="Bert", attention="BertSelfAttention"),
+    Architecture(
         model_type="camembert", prefix="Camembert", attention="CamembertSelfAttention", positions_after_padding=True
     ),
-    Family(
+    Architecture(
         model_type="distilbert", prefix="DistilBert", attention="DistilBertSelfAttention", query_key=("q_lin", "k_lin")
     ),
-    Family(model_type="electra", prefix="Electra", attention="ElectraSelfAttention"),
-    Family(model_type="ernie", prefix="Ernie", attention="ErnieSelfAttention"),
-    Family(
+    Architecture(model_type="electra", prefix="Electra", attention="ElectraSelfAttention"),
+    Architecture(model_type="ernie", prefix="Ernie", attention="ErnieSelfAttention"),
+    Architecture(
         model_type="gpt2",
         prefix="GPT2",
         attention="GPT2Attention",
@@ -61,7 +61,7 @@ _FAMILIES = (
         embeddings=("wte", "wpe"),
         conv1d=True,
     ),
-    Family(
+    Architecture(
         model_type="gpt_neox",
         prefix="GPTNeoX",
         attention="GPTNeoXAttention",
@@ -70,7 +70,7 @@ _FAMILIES = (
         query_key=("query_key_value",),
         embeddings=("embed_in",),
     ),
-    Family(
+    Architecture(
         model_type="llama",
         prefix="Llama",
         attention="LlamaAttention",
@@ -79,7 +79,7 @@ _FAMILIES = (
         query_key=("q_proj", "k_proj"),
         embeddings=("embed_tokens",),
     ),
-    Family(
+    Architecture(
         model_type="opt",
         prefix="OPT",
         attention="OPTAttention",
@@ -90,14 +90,16 @@ _FAMILIES = (
         query_key=("q_proj", "k_proj"),
         embeddings=("embed_tokens", "embed_positions"),
     ),
-    Family(model_type="roberta", prefix="Roberta", attention="RobertaSelfAttention", positions_after_padding=True),
-    Family(
+    Architecture(
+        model_type="roberta", prefix="Roberta", attention="RobertaSelfAttention", positions_after_padding=True
+    ),
+    Architecture(
         model_type="xlm-roberta", prefix="XLMRoberta", attention="XLMRobertaSelfAttention", positions_after_padding=True
     ),
 )
 
-#: model_type in Transformers -> Family
-FAMILIES = {family.model_type: family for family in _FAMILIES}
+#: model_type in Transformers -> Architecture
+ARCHITECTURES = {architecture.model_type: architecture for architecture in _ARCHITECTURES}
 
 # What the `model_type` of every converted checkpoint starts with.
 MODEL_TYPE_PREFIX = "linattn_"

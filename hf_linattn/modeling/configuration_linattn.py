@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import transformers
 from transformers import PreTrainedConfig
 
-from .architectures import FAMILIES, MODEL_TYPE_PREFIX
+from .architectures import ARCHITECTURES, MODEL_TYPE_PREFIX
 
 # `blocks`, `far_part` and `merge` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
 # nothing further
@@ -345,7 +345,7 @@ def method_class(method: Any) -> type[AttentionConfig]:
 
 
 class LinAttnConfig(PreTrainedConfig):
-    """The part that all converted models' configs share; the classes below join it to each family's own config."""
+    """The part that all converted models' configs share; the classes below add it to each architecture's own config."""
 
     base_model_type: ClassVar[str] = ""
 
@@ -383,6 +383,9 @@ def _config_class(model_type: str, prefix: str) -> type[LinAttnConfig]:
 
 
 #: base model_type -> config class; each is also an attribute of this module, as LinAttnBertConfig and so on
-CONFIG_CLASSES = {family.model_type: _config_class(family.model_type, family.prefix) for family in FAMILIES.values()}
+CONFIG_CLASSES = {row.model_type: _config_class(row.model_type, row.prefix) for row in ARCHITECTURES.values()}
+    architecture.model_type: _config_class(architecture.model_type, architecture.prefix)
+    for architecture in ARCHITECTURES.values()
+}
 for _class in CONFIG_CLASSES.values():
     setattr(sys.modules[__name__], _class.__name__, _class)

@@ -1,4 +1,4 @@
-"""The model classes: each supported head of each family, with linear attention under its attention modules.
+"""The model classes: each supported head of each architecture, with linear attention under its attention modules.
 
 `LinAttnBertForMaskedLM` is `BertForMaskedLM` in everything but its attention function. The classes are
 made from Transformers' own list of heads, and are attributes of this module under their names.
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModel, DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from .architectures import FAMILIES, Family
+from .architectures import ARCHITECTURES, Architecture
 from .attention_interface import ATTENTION_NAME, CACHE_KEYWORD
 from .blocks import to_blocks  # noqa: F401
 from .cache import prepare_cache, tokens_seen
@@ -54,19 +54,19 @@ AUTO_CLASSES = (
 
 
 class LinAttnPreTrainedModel(PreTrainedModel):
-    """What all converted models add to the model of their family: it stands before that in the list of bases."""
+    """What all converted models add to the model of their architecture: it stands before that in the list of bases."""
 
     config: LinAttnConfig
 
     def __init__(self, config: LinAttnConfig, *inputs: Any, **kwargs: Any) -> None:
         attention_config = config.attention
-        family = FAMILIES[config.base_model_type]
+        architecture = ARCHITECTURES[config.base_model_type]
         check_config(config)
         super().__init__(config, *inputs, **kwargs)
-        _attach(self, family, attention_config)
-        body: Any = self.base_model.get_submodule(family.body)
+        _attach(self, architecture, attention_config)
+        body: Any = self.base_model.get_submodule(architecture.body)
         # indices of the layers whose state is kept in the cache
-        body.linattn_layers = _converted_layers(config) if family.causal else ()
+        body.linattn_layers = _converted_layers(config) if architecture.causal else ()
         parameters = list(inspect.signature(body.forward).parameters)
         # how the body calls its inputs, and its cache: past_key_values in older versions of Transformers
         body.linattn_inputs = parameters
@@ -97,8 +97,8 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         """
         settings = AttentionConfig.from_dict({**self.config.attention.to_dict(), "near": near, "far": far})
         self.config.linattn = settings.to_dict()
-        family = FAMILIES[self.config.base_model_type]
-        for index, (_, attention) in enumerate(self_attentions(self, family)):
+        architecture = ARCHITECTURES[self.config.base_model_type]
+        for index, (_, attention) in enumerate(self_attentions(self, architecture)):
             its_own = settings.of_layer(index)
             # more than one where an adapter has a copy
             for module in attention.modules():
@@ -148,7 +148,7 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         return ATTENTION_NAME
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        # every head of the family can be loaded from the folder, not only the one that was saved
+        # every head of the architecture can be loaded from the folder, not only the one that was saved
         self.config.auto_map = auto_map(self.config.base_model_type)
         super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -159,9 +159,11 @@ def check_config(config: LinAttnConfig) -> None:
     Raises:
         ValueError: they do not; the message names the field.
     """
-    name, settings, family = type(config).__name__, config.attention, FAMILIES[config.base_model_type]
-    if getattr(config, "is_decoder", False) and not family.causal:
-        raise ValueError(f"{name}: is_decoder=True is not supported: a converted {family.model_type} is an encoder.")
+    name, settings, architecture = type(config).__name__, config.attention, ARCHITECTURES[config.base_model_type]
+    if getattr(config, "is_decoder", False) and not architecture.causal:
+        raise ValueError(
+            f"{name}: is_decoder=True is not supported: a converted {architecture.model_type} is an encoder."
+        )
     if settings.max_length is None:
         raise ValueError(f"{name}: linattn.max_length is missing; hf_linattn.convert sets it.")
     positions = config.max_position_embeddings - position_offset(config)
@@ -172,17 +174,17 @@ def check_config(config: LinAttnConfig) -> None:
         )
     its_layers = [settings.of_layer(index) for index in range(config.num_hidden_layers)]
     exact = next((x.exact_length for x in its_layers if x is not None and x.exact_length), 0)
-    if family.causal and exact:
-        raise ValueError(f"{name}: exact_length={exact} must be 0 or left out: {family.model_type} is a decoder.")
-    if family.causal and any(getattr(x, "projection", None) == "gaussian" for x in its_layers):
+    if architecture.causal and exact:
+        raise ValueError(f"{name}: exact_length={exact} must be 0 or left out: {architecture.model_type} is a decoder.")
+    if architecture.causal and any(getattr(x, "projection", None) == "gaussian" for x in its_layers):
         raise ValueError(
             f"{name}: projection='gaussian' cannot be causal: each of its slots mixes all tokens of a document, so "
             "that none is finished before the document ends. Use learned, mean, max or conv."
         )
     if settings.layers is not None:
-        if family.shares_layers:
+        if architecture.shares_layers:
             raise ValueError(
-                f"{name}: layers={settings.layers} cannot be chosen: {family.model_type} has one attention "
+                f"{name}: layers={settings.layers} cannot be chosen: {architecture.model_type} has one attention "
                 "module for all layers."
             )
         if max(settings.layers) >= config.num_hidden_layers:
@@ -196,25 +198,25 @@ def _converted_layers(config: LinAttnConfig) -> tuple[int, ...]:
     return tuple(range(config.num_hidden_layers)) if layers is None else tuple(layers)
 
 
-def self_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+def self_attentions(model: nn.Module, architecture: Architecture) -> list[tuple[str, nn.Module]]:
     """Names and modules of a model's self-attention, one for each layer."""
     return [
         (name, module)
         for name, module in model.named_modules()
-        if type(module).__name__ == family.attention and not getattr(module, "is_cross_attention", False)
+        if type(module).__name__ == architecture.attention and not getattr(module, "is_cross_attention", False)
     ]
 
 
 def position_offset(config: Any) -> int:
     """How many rows at the start of the position table belong to no position (RoBERTa: up to the padding id)."""
-    family = FAMILIES[getattr(config, "base_model_type", config.model_type)]
-    return config.pad_token_id + 1 if family.positions_after_padding else 0
+    architecture = ARCHITECTURES[getattr(config, "base_model_type", config.model_type)]
+    return config.pad_token_id + 1 if architecture.positions_after_padding else 0
 
 
-def _attach(model: nn.Module, family: Family, config: AttentionConfig) -> None:
+def _attach(model: nn.Module, architecture: Architecture, config: AttentionConfig) -> None:
     """Hang one linear attention module, named `linattn`, under each attention module that is converted."""
     shared = None
-    for index, (_, attention) in enumerate(self_attentions(model, family)):
+    for index, (_, attention) in enumerate(self_attentions(model, architecture)):
         settings = config.of_layer(index)
         if settings is None:
             continue
@@ -234,7 +236,7 @@ def linear_attention(
         config,
         num_heads=model_config.num_attention_heads,
         head_dim=head_dim(model_config),
-        causal=FAMILIES[model_config.base_model_type].causal,
+        causal=ARCHITECTURES[model_config.base_model_type].causal,
         # far apart: no two layers of any two seeds that people choose draw the same numbers
         seed=config.seed * 1_000_003 + index,
         shared=shared,
@@ -294,35 +296,37 @@ def head_dim(config: Any) -> int:
 
 
 def auto_map(model_type: str) -> dict[str, str]:
-    """Auto class -> file.class for every head of a family, as `trust_remote_code` loading reads it."""
+    """Auto class -> file.class for every head of a architecture, as `trust_remote_code` loading reads it."""
     entries: dict[str, type] = {"AutoConfig": CONFIG_CLASSES[model_type]}
     entries |= {auto: classes[model_type] for auto, classes in MODEL_CLASSES.items() if model_type in classes}
     return {auto: f"{cls.__module__.rpartition('.')[-1]}.{cls.__name__}" for auto, cls in entries.items()}
 
 
-def _model_class(base: type[PreTrainedModel], family: Family, auto_class: str) -> type[LinAttnPreTrainedModel]:
+def _model_class(
+    base: type[PreTrainedModel], architecture: Architecture, auto_class: str
+) -> type[LinAttnPreTrainedModel]:
     return type(
         f"LinAttn{base.__name__}",
         (LinAttnPreTrainedModel, base),
         {
             "__module__": __name__,
             "__doc__": f"`{base.__name__}` converted to linear attention.",
-            "config_class": CONFIG_CLASSES[family.model_type],
+            "config_class": CONFIG_CLASSES[architecture.model_type],
             "_auto_class": auto_class,
             # a state that cannot go back: generate() then refuses what needs that
-            "_is_stateful": family.causal,
+            "_is_stateful": architecture.causal,
         },
     )
 
 
-def _heads(family: Family) -> Iterator[tuple[str, type[PreTrainedModel]]]:
-    """The heads of a family that can be converted, each with the auto class that loads it."""
-    # the family's own config comes after LinAttnConfig in the list of bases
-    base_config = CONFIG_CLASSES[family.model_type].__bases__[1]
+def _heads(architecture: Architecture) -> Iterator[tuple[str, type[PreTrainedModel]]]:
+    """The heads of a architecture that can be converted, each with the auto class that loads it."""
+    # the architecture's own config comes after LinAttnConfig in the list of bases
+    base_config = CONFIG_CLASSES[architecture.model_type].__bases__[1]
     for auto in AUTO_CLASSES:
         mapping = getattr(modeling_auto, auto)._model_mapping
         # an encoder's causal head makes a decoder of it
-        if base_config in mapping and (family.causal or auto != "AutoModelForCausalLM"):
+        if base_config in mapping and (architecture.causal or auto != "AutoModelForCausalLM"):
             yield auto, mapping[base_config]
 
 
@@ -330,15 +334,15 @@ def _heads(family: Family) -> Iterator[tuple[str, type[PreTrainedModel]]]:
 HEAD_CLASSES: dict[str, dict[str, type[LinAttnPreTrainedModel]]] = {}
 #: auto class -> base model_type -> the converted class that it loads
 MODEL_CLASSES: dict[str, dict[str, type[LinAttnPreTrainedModel]]] = {auto: {} for auto in AUTO_CLASSES}
-for _family in FAMILIES.values():
-    _made = HEAD_CLASSES[_family.model_type] = {}
-    for _auto, _base in _heads(_family):
+for _architecture in ARCHITECTURES.values():
+    _made = HEAD_CLASSES[_architecture.model_type] = {}
+    for _auto, _base in _heads(_architecture):
         if _base.__name__ not in _made:
-            _made[_base.__name__] = _model_class(_base, _family, _auto)
-        MODEL_CLASSES[_auto][_family.model_type] = _made[_base.__name__]
-    for _name in _family.other_heads:
-        _made[_name] = _model_class(getattr(transformers, _name), _family, "AutoModelForPreTraining")
+            _made[_base.__name__] = _model_class(_base, _architecture, _auto)
+        MODEL_CLASSES[_auto][_architecture.model_type] = _made[_base.__name__]
+    for _name in _architecture.other_heads:
+        _made[_name] = _model_class(getattr(transformers, _name), _architecture, "AutoModelForPreTraining")
     for _class in _made.values():
         setattr(sys.modules[__name__], _class.__name__, _class)
     # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is asked to
-    AutoModel.register(CONFIG_CLASSES[_family.model_type], MODEL_CLASSES["AutoModel"][_family.model_type])
+    AutoModel.register(CONFIG_CLASSES[_architecture.model_type], MODEL_CLASSES["AutoModel"][_architecture.model_type])

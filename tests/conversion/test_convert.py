@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.conversion.positions import extend_positions
-from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.architectures import ARCHITECTURES
 
 from ..helpers import ENCODERS, HEADS, POSITIONS, config_id, converted_model, inputs_for, outputs_of, tiny_model, tokens
 
@@ -77,7 +77,7 @@ def test_changing_the_converted_model_does_not_change_the_base(family: str, conf
 @ALL_FAMILIES
 def test_one_module_hangs_under_each_attention_module(family: str) -> None:
     modules = list(converted_model(SWAPS[0], family).linear_attentions())
-    assert len(modules) == (1 if FAMILIES[family].shares_layers else 2)
+    assert len(modules) == (1 if ARCHITECTURES[family].shares_layers else 2)
     assert all(name.endswith(".linattn") for name, _ in modules)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from hf_linattn import LinAttnPreTrainedModel, PerformerConfig, convert, convert_checkpoint
-from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.architectures import ARCHITECTURES
 
 from ..helpers import ENCODERS, HEADS, POSITIONS, tiny_model, tokens
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.core
 
 CONFIG = PerformerConfig(num_features=16, window_size=8)
 ALL_FAMILIES = pytest.mark.parametrize("family", ENCODERS)
-OFFSETS = {family: 2 if FAMILIES[family].positions_after_padding else 0 for family in ENCODERS}
+OFFSETS = {family: 2 if ARCHITECTURES[family].positions_after_padding else 0 for family in ENCODERS}
 
 
 def position_table(model: torch.nn.Module) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.evaluate.fidelity import LayerFidelity, _channels, _weights, fidelity
 from hf_linattn.modeling import naive
-from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.architectures import ARCHITECTURES
 from hf_linattn.modeling.attention_interface import ATTENTION_NAME
 
 from ..helpers import (
@@ -50,7 +50,7 @@ def _pair(config: AttentionConfig, family: str = "bert") -> tuple[PreTrainedMode
 
 
 @pytest.mark.parametrize("config", EVERYTHING, ids=config_id)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_window_over_everything_is_softmax(family: str, config: AttentionConfig) -> None:
     base, converted = _pair(config, family)
     rows = fidelity(base, converted, _documents(LENGTH, 7, 1))
@@ -152,7 +152,7 @@ def test_near_mass_by_brute_force(family: str, config: AttentionConfig) -> None:
     eager.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = eager(input_ids=torch.tensor(_documents(LENGTH)), output_attentions=True).attentions
-    near = _seen_exactly(config, FAMILIES[family].causal) & torch.tensor(config.near)
+    near = _seen_exactly(config, ARCHITECTURES[family].causal) & torch.tensor(config.near)
     expected = [float((attention * near).sum(-1).mean()) for attention in attentions]
     found = [row.near_mass for row in fidelity(base, converted, _documents(LENGTH))]
     assert found == pytest.approx(expected, abs=1e-5)

@@ -14,7 +14,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, convert
 from hf_linattn.modeling import configuration_linattn, modeling_linattn
-from hf_linattn.modeling.architectures import FAMILIES, Family
+from hf_linattn.modeling.architectures import ARCHITECTURES, Architecture
 
 from ..helpers import as_trained, config_id, tiny_model, without_exact_rows
 from .conformance import (
@@ -31,26 +31,28 @@ from .conformance.cases import DTYPES, ONE_EACH, TOLERANCE, in_dtype
 pytestmark = pytest.mark.core
 
 ENCODERS = [
-    Family(
+    Architecture(
         model_type="xlm-roberta-xl",
         prefix="XLMRobertaXL",
         attention="XLMRobertaXLSelfAttention",
         positions_after_padding=True,
     ),
-    Family(
+    Architecture(
         model_type="roberta-prelayernorm",
         prefix="RobertaPreLayerNorm",
         attention="RobertaPreLayerNormSelfAttention",
         positions_after_padding=True,
     ),
 ]
-DECODERS = [Family(model_type="qwen2", prefix="Qwen2", attention="Qwen2Attention", causal=True, position_table=None)]
+DECODERS = [
+    Architecture(model_type="qwen2", prefix="Qwen2", attention="Qwen2Attention", causal=True, position_table=None)
+]
 
 
-def register_architecture(family: Family, patch: pytest.MonkeyPatch) -> None:
+def register_architecture(family: Architecture, patch: pytest.MonkeyPatch) -> None:
     """What happens to a row of the table when the package is imported, undone with `patch`."""
-    assert family.model_type not in FAMILIES
-    patch.setitem(FAMILIES, family.model_type, family)
+    assert family.model_type not in ARCHITECTURES
+    patch.setitem(ARCHITECTURES, family.model_type, family)
     config_class = configuration_linattn._config_class(family.model_type, family.prefix)
     patch.setattr(configuration_linattn, config_class.__name__, config_class, raising=False)
     patch.setitem(modeling_linattn.CONFIG_CLASSES, family.model_type, config_class)
@@ -71,23 +73,23 @@ def register_architecture(family: Family, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Architecture]:
     """An architecture that is supported while a test runs."""
     register_architecture(request.param, monkeypatch)
     return request.param
 
 
-def converted(family: Family, config: AttentionConfig, auto: str, **options: Any) -> LinAttnPreTrainedModel:
+def converted(family: Architecture, config: AttentionConfig, auto: str, **options: Any) -> LinAttnPreTrainedModel:
     return convert(tiny_model(family.model_type, auto), without_exact_rows(config), **options)
 
 
-def family_id(family: Family) -> str:
+def family_id(family: Architecture) -> str:
     return family.model_type
 
 
 @pytest.mark.parametrize("config", ONE_EACH, ids=config_id)
 @pytest.mark.parametrize("family", ENCODERS, ids=family_id, indirect=True)
-def test_the_promises_of_an_encoder_hold(family: Family, config: AttentionConfig, tmp_path: Path) -> None:
+def test_the_promises_of_an_encoder_hold(family: Architecture, config: AttentionConfig, tmp_path: Path) -> None:
     for dtype in DTYPES:
         model, context = in_dtype(converted(family, config, "AutoModel"), dtype)
         test_padding.check_rows_do_not_depend_on_their_padding(model, TOLERANCE[dtype], context)
@@ -104,7 +106,7 @@ def test_the_promises_of_an_encoder_hold(family: Family, config: AttentionConfig
 
 @pytest.mark.parametrize("config", ONE_EACH, ids=config_id)
 @pytest.mark.parametrize("family", DECODERS, ids=family_id, indirect=True)
-def test_the_promises_of_a_decoder_hold(family: Family, config: AttentionConfig, tmp_path: Path) -> None:
+def test_the_promises_of_a_decoder_hold(family: Architecture, config: AttentionConfig, tmp_path: Path) -> None:
     model = as_trained(converted(family, config, "AutoModelForCausalLM"))
     test_causality.check_no_output_depends_on_a_later_input(model, (0, 3, 8, 20, 38))
     test_parallel_equals_step.check_steps_are_the_parallel_form(model)
@@ -120,7 +122,7 @@ def test_the_promises_of_a_decoder_hold(family: Family, config: AttentionConfig,
 
 def test_nothing_of_it_stays() -> None:
     for family in (*ENCODERS, *DECODERS):
-        assert family.model_type not in FAMILIES
+        assert family.model_type not in ARCHITECTURES
         assert family.model_type not in modeling_linattn.HEAD_CLASSES
         name = configuration_linattn.MODEL_TYPE_PREFIX + family.model_type.replace("-", "_")
         assert name not in configuration_auto.CONFIG_MAPPING
@@ -128,5 +130,5 @@ def test_nothing_of_it_stays() -> None:
 
 
 def test_the_table_is_sorted_and_every_row_under_its_name() -> None:
-    assert list(FAMILIES) == sorted(FAMILIES)
-    assert all(name == family.model_type for name, family in FAMILIES.items())
+    assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
+    assert all(name == family.model_type for name, family in ARCHITECTURES.items())

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
-from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.architectures import ARCHITECTURES
 from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES, MODEL_CLASSES, self_attentions
 
 from ..helpers import (
@@ -123,7 +123,7 @@ def test_reorder_and_upcast_attn_attends_in_float32(config: AttentionConfig, dty
     base.set_attn_implementation("eager")  # the only one in which Transformers reads the option
     theirs, ours = ((logits_of(m, inputs).double() - exact).abs().mean() for m in (base, model))
     assert ours < 1.2 * theirs
-    for _, attention in self_attentions(model, FAMILIES["gpt2"]):
+    for _, attention in self_attentions(model, ARCHITECTURES["gpt2"]):
         attention.reorder_and_upcast_attn = False
     # a Performer works in float32 in any case
     without = (logits_of(model, inputs).double() - exact).abs().mean()
@@ -342,7 +342,7 @@ def test_position_tables_are_interpolated(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_rotary_positions_need_no_table(family: str) -> None:
-    assert FAMILIES[family].position_table is None
+    assert ARCHITECTURES[family].position_table is None
     base = tiny_model(family, CAUSAL_LM)
     for extension in ("repeat", "interpolate"):
         model = convert(base, EXACT[1], max_length=3 * POSITIONS, position_extension=extension)

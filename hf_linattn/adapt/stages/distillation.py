@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...modeling.architectures import FAMILIES
+from ...modeling.architectures import ARCHITECTURES
 from ...modeling.modeling_linattn import LinAttnPreTrainedModel
 from ..losses import divergence, mean_cosine, pooled, real_tokens, relative_error
 from .base import Batch, Stage, StageOutput, in_precision_of, inputs_of
@@ -31,7 +31,7 @@ class Distil(Stage):
         pooling: str,
     ) -> None:
         super().__init__(model, student, teacher)
-        self.causal = FAMILIES[student.config.base_model_type].causal
+        self.causal = ARCHITECTURES[student.config.base_model_type].causal
         self.next_token = self.causal and student.get_output_embeddings() is not None
         self.hidden_weight, self.embedding_weight, self.logits_weight = hidden_weight, embedding_weight, logits_weight
         self.temperature, self.pooling = temperature, pooling

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...modeling.architectures import FAMILIES
+from ...modeling.architectures import ARCHITECTURES
 from ...modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
 from ...utils.hooks import hooked
 from ..losses import mean_cosine, real_tokens, relative_error
@@ -25,7 +25,7 @@ class Transfer(Stage):
     name = "transfer"
 
     def forward(self, batch: Batch) -> StageOutput:
-        without_cache = {"use_cache": False} if FAMILIES[self.student.config.base_model_type].causal else {}
+        without_cache = {"use_cache": False} if ARCHITECTURES[self.student.config.base_model_type].causal else {}
         with _teacher_outputs(self.student, self.teacher) as outputs:
             self.model(**inputs_of(batch), **without_cache)
         # (batch, heads, length, head_dim) -> (batch, length, heads, head_dim), as `real` has the length second
@@ -50,7 +50,7 @@ def _teacher_outputs(
         The list that collects (student's output, teacher's output) of each layer that runs, each
         (batch, heads, length, head_dim).
     """
-    family = FAMILIES[student.config.base_model_type]
+    architecture = ARCHITECTURES[student.config.base_model_type]
     outputs: list[tuple[Tensor, Tensor]] = []
     targets: list[Tensor] = []
 
@@ -69,7 +69,7 @@ def _teacher_outputs(
         outputs.append((output, target))
         return target.to(output.dtype)
 
-    pairs: Any = zip(self_attentions(student, family), self_attentions(teacher, family), strict=True)
+    pairs: Any = zip(self_attentions(student, architecture), self_attentions(teacher, architecture), strict=True)
     with hooked() as handles:
         for (_, ours), (_, theirs) in pairs:
             # layers that stayed softmax have nothing to learn

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ...data.documents import TOPICS, DataConfig, load_documents
-from ...modeling.architectures import FAMILIES
+from ...modeling.architectures import ARCHITECTURES
 from ..runner import Runner
 from .base import ExampleOptions, Metric, Outcomes, Task, metric
 from .synthetic import Example, SyntheticConfig, make_examples, score
@@ -25,7 +25,7 @@ class _Generated(Task):
 
     def __init__(self, config: ExampleOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, data, tokenizer)
-        causal = FAMILIES[AutoConfig.from_pretrained(tokenizer.name_or_path).model_type].causal
+        causal = ARCHITECTURES[AutoConfig.from_pretrained(tokenizer.name_or_path).model_type].causal
         self.auto_class = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"  # type: ignore[misc]
         self._reading = "causal" if causal else "masked"
         self._texts: list[str] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ...data.documents import DataConfig
-from ...modeling.architectures import FAMILIES
+from ...modeling.architectures import ARCHITECTURES
 from ...modeling.validation import check_integer
 from ..runner import Runner
 from .base import Metric, Outcomes, metric
@@ -69,7 +69,7 @@ class LanguageModeling(TokenLoss):
         self, config: LanguageModelingOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         model_type = AutoConfig.from_pretrained(tokenizer.name_or_path).model_type
-        if not FAMILIES[model_type].causal:
+        if not ARCHITECTURES[model_type].causal:
             raise ValueError(f"task='language-modeling': {model_type} is an encoder; use 'masked-lm'.")
         super().__init__(config, data, tokenizer)
         # nothing can be predicted of a single token

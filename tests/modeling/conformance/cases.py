@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel
-from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.architectures import ARCHITECTURES
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS
 from hf_linattn.modeling.methods import METHODS as REGISTRY
 from hf_linattn.modeling.modeling_linattn import position_offset
@@ -48,7 +48,7 @@ def architectures(*, causal: bool) -> list[Any]:
         name
         if name in AVAILABLE
         else pytest.param(name, marks=pytest.mark.skip(f"this version of Transformers has no {name}"))
-        for name, family in FAMILIES.items()
+        for name, family in ARCHITECTURES.items()
         if family.causal == causal
     ]
 
@@ -75,7 +75,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2, "au
 
 
 def is_causal(architecture: str) -> bool:
-    return FAMILIES[architecture].causal
+    return ARCHITECTURES[architecture].causal
 
 
 def is_signed(config: AttentionConfig) -> bool:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, T5Config, T5Model
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, convert
-from hf_linattn.modeling.architectures import FAMILIES
+from hf_linattn.modeling.architectures import ARCHITECTURES
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS
 
 from ...helpers import CACHE, choices, logits_in_pieces, prompts, small, tiny_model, tokens
@@ -69,7 +69,7 @@ def test_an_architecture_that_is_not_supported_is_answered_with_those_that_are()
     with pytest.raises(ValueError) as error:
         convert(base, ONE_EACH[0])
     assert "t5" in str(error.value)
-    assert all(re.search(rf"\b{re.escape(name)}\b", str(error.value)) for name in FAMILIES)
+    assert all(re.search(rf"\b{re.escape(name)}\b", str(error.value)) for name in ARCHITECTURES)
 
 
 def check_attention_matrices_are_refused(model: LinAttnPreTrainedModel) -> None:
@@ -83,12 +83,12 @@ def test_attention_matrices_are_refused(architecture: str) -> None:
 
 
 def base_of(architecture: str) -> PreTrainedModel:
-    return tiny_model(architecture, "AutoModelForCausalLM" if FAMILIES[architecture].causal else "AutoModel")
+    return tiny_model(architecture, "AutoModelForCausalLM" if ARCHITECTURES[architecture].causal else "AutoModel")
 
 
 @ALL_ARCHITECTURES
 def test_layers_that_do_not_exist_are_refused(architecture: str) -> None:
-    message = "one attention module" if FAMILIES[architecture].shares_layers else r"layers=\[0, 2\].*0 to 1"
+    message = "one attention module" if ARCHITECTURES[architecture].shares_layers else r"layers=\[0, 2\].*0 to 1"
     for config_class in CLASSES:
         with pytest.raises(ValueError, match=message):
             convert(base_of(architecture), small(config_class, layers=[0, 2]))
