@@ -384,8 +384,5 @@ def _config_class(model_type: str, prefix: str) -> type[LinAttnConfig]:
 
 #: base model_type -> config class; each is also an attribute of this module, as LinAttnBertConfig and so on
 CONFIG_CLASSES = {row.model_type: _config_class(row.model_type, row.prefix) for row in ARCHITECTURES.values()}
-    architecture.model_type: _config_class(architecture.model_type, architecture.prefix)
-    for architecture in ARCHITECTURES.values()
-}
 for _class in CONFIG_CLASSES.values():
     setattr(sys.modules[__name__], _class.__name__, _class)
