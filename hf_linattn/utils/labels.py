@@ -22,10 +22,12 @@ def attention_text(settings: dict[str, Any]) -> str:
     if not settings["far"]:
         parts.append("nothing far")
     elif settings["method"] == "linformer":
-        start = {"learned": "trainable, starts as segment means"}.get(settings["projection"], settings["projection"])
+        names = {"learned": "trainable, starts as segment means", "cluster": "clusters of keys"}
+        start = names.get(settings["projection"], settings["projection"])
         parts.append(f"Linformer k={settings['projection_length']} ({start})")
     else:
         start = {"learned": "trainable, starts as FAVOR+"}.get(settings["feature_map"], settings["feature_map"])
+        start += ", matched to moments" if settings.get("init") == "moments" else ""
         parts.append(f"Performer m={settings['num_features']} ({start})")
     if settings["layers"] is not None:
         parts.append(f"layers {', '.join(map(str, settings['layers']))}")

@@ -35,7 +35,9 @@ SETTINGS: dict[str, AttentionConfig | None] = {
     "window 64 + first token + 64 segment means": LinformerConfig(
         projection_length=64, projection="mean", window_size=64, global_tokens=1
     ),
-    "window 64 + first token + FAVOR+, m=128": PerformerConfig(num_features=128, window_size=64, global_tokens=1),
+    "window 64 + first token + FAVOR+, m=128": PerformerConfig(
+        num_features=128, window_size=64, global_tokens=1, exact_length=0
+    ),
 }
 
 

@@ -108,7 +108,7 @@ def test_convert_takes_texts_and_records_them(tmp_path) -> None:
     save_tokenizer(tmp_path)
     texts = ["", *(" ".join(str(number) for number in range(start, start + 60)) for start in range(4))]
     model = convert(str(tmp_path), LEARNED, calibration_texts=texts, calibration_length=24)
-    assert model.config.linattn_calibration == {"documents": 4, "tokens": 96}
+    assert model.config.linattn_calibration == {"documents": 4, "tokens": 96, "texts": "given"}
     same = convert(base, LEARNED, calibration_texts=texts, calibration_length=24, tokenizer=_tokenizer(tmp_path))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, same.state_dict()[name]), name

@@ -204,5 +204,5 @@ def test_a_module_outside_the_folder_is_refused(tmp_path: Path) -> None:
     (private / "key.txt").write_text("secret")
     (source / "modules.json").write_text('[{"path": ""}, {"path": "../private"}]')
     with pytest.raises(ValueError, match=r"modules.json': path='../private' leads out of the folder"):
-        convert_checkpoint(source, PerformerConfig(num_features=16), tmp_path / "output")
+        convert_checkpoint(source, tmp_path / "output", PerformerConfig(num_features=16))
     assert not (tmp_path / "output").exists() and [path.name for path in private.iterdir()] == ["key.txt"]

@@ -79,10 +79,13 @@ def test_reports_and_cards_tell_the_layers_apart(tmp_path) -> None:
     model.config.linattn_calibration = {"documents": 3, "tokens": 1500}
     model.save_pretrained(tmp_path / "mixed")
     text = model_card(tmp_path / "mixed", repo_id="me/mixed", revision="main", base_model=None).text
-    assert "| `layer 0` | linformer, window_size=8, global_tokens=1, exact_length=0, projection_length=4 |" in text
     assert (
-        "| `layer 1` | linformer, window_size=8, global_tokens=1, exact_length=0, far=False, projection_length=4 |"
+        "| `layer 0` | linformer, window_size=8, global_tokens=1, exact_length=0, projection_length=4, projection=learned |"
         in text
+    )
+    assert (
+        "| `layer 1` | linformer, window_size=8, global_tokens=1, exact_length=0, far=False, projection_length=4, "
+        "projection=learned |" in text
     )
     assert "attention on 3 documents\n(1,500 tokens)" in text
     assert attention_text(model.config.linattn).startswith("layer 0: window 8, first 1 exact, Linformer k=4")
