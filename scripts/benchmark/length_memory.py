@@ -33,7 +33,7 @@ SETTINGS: dict[str, AttentionConfig | None] = {
     "Linformer, k=256": LinformerConfig(projection="learned", projection_length=256),
     "Performer, m=256": PerformerConfig(num_features=256),
     "window 64 + first token + 64 segment means": LinformerConfig(
-        projection_length=64, projection="mean", window_size=64, global_tokens=1
+        projection_length=64, projection="mean", window_size=64, global_tokens=1, exact_length=0
     ),
     "window 64 + first token + FAVOR+, m=128": PerformerConfig(
         num_features=128, window_size=64, global_tokens=1, exact_length=0

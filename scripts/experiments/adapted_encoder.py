@@ -40,7 +40,7 @@ from hf_linattn.utils.markdown import interval_text, table
 #: Longest document of the models that come out, and length of what they are trained and measured on.
 MAX_LENGTH, LENGTH = 4096, 512
 CALIBRATION_DOCUMENTS = 96
-_JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
+_JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1, "exact_length": 0}
 TRAINING = AdaptConfig(sequence_length=LENGTH, eval_steps=10_000, checkpoint_steps=50, keep_best=False)
 
 

@@ -24,7 +24,7 @@ from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interv
 from hf_linattn.utils.machine import machine, machine_text
 from hf_linattn.utils.markdown import interval_text, table
 
-JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1}
+JOINED: dict[str, Any] = {"window_size": 64, "global_tokens": 1, "exact_length": 0}
 SETTINGS: dict[str, AttentionConfig] = {
     "Linformer, k=64": LinformerConfig(projection="learned", projection_length=64),
     "Linformer, k=128": LinformerConfig(projection="learned", projection_length=128),

@@ -80,8 +80,8 @@ def test_reports_and_cards_tell_the_layers_apart(tmp_path) -> None:
     model.save_pretrained(tmp_path / "mixed")
     text = model_card(tmp_path / "mixed", repo_id="me/mixed", revision="main", base_model=None).text
     assert (
-        "| `layer 0` | linformer, window_size=8, global_tokens=1, exact_length=0, projection_length=4, projection=learned |"
-        in text
+        "| `layer 0` | linformer, window_size=8, global_tokens=1, exact_length=0, projection_length=4, "
+        "projection=learned |" in text
     )
     assert (
         "| `layer 1` | linformer, window_size=8, global_tokens=1, exact_length=0, far=False, projection_length=4, "
