@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
-from hf_linattn.modeling import configuration_linattn, naive
+from hf_linattn.modeling import configuration_linattn, far_clusters, naive
 from hf_linattn.modeling.blocks import near_tokens
 from hf_linattn.modeling.far_part import FarKeys, Rows, Slots
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS, FeatureMap, Features
@@ -226,7 +226,11 @@ def test_a_feature_map_from_outside_has_a_reference(
 
 @WINDOWS
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_slot_is_one_cluster(mean_config: type[AttentionConfig], causal: bool, window_size: int) -> None:
+def test_one_slot_is_one_cluster(
+    monkeypatch: pytest.MonkeyPatch, mean_config: type[AttentionConfig], causal: bool, window_size: int
+) -> None:
+    # the dummy far part adds nothing for the spread of its tokens
+    monkeypatch.setattr(far_clusters, "SPREAD", 0.0)
     options = {"window_size": window_size, "global_tokens": 1}
     layer = linear_attention(mean_config(**options), causal=causal)
     clusters = LinformerConfig(projection="cluster", landmarks="prototypes", projection_length=1, **options)
