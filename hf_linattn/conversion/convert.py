@@ -224,7 +224,7 @@ def _resolve(
     if not model_id or (model_id.startswith(("/", ".", "~")) and not Path(model_id).exists()):
         raise FileNotFoundError(f"There is no folder {model_id!r}.")
     if Path(model_id).is_dir():
-        check_checkpoint(Path(model_id))
+        check_checkpoint(Path(model_id) / (kwargs.get("subfolder") or ""))
     # not the dtype: a config would keep "auto", which names no dtype
     config_kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
     try:

@@ -206,3 +206,15 @@ def test_a_module_outside_the_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"modules.json': path='../private' leads out of the folder"):
         convert_checkpoint(source, tmp_path / "output", PerformerConfig(num_features=16))
     assert not (tmp_path / "output").exists() and [path.name for path in private.iterdir()] == ["key.txt"]
+
+
+def test_a_link_out_of_a_subfolder_is_refused(tmp_path: Path) -> None:
+    """A subfolder is checked as the checkpoint that it is."""
+    outside, source = tmp_path / "outside", tmp_path / "source"
+    tiny_model("bert").save_pretrained(outside)
+    tiny_model("bert").save_pretrained(source / "sub")
+    (source / "sub" / "config.json").unlink()
+    (source / "sub" / "config.json").symlink_to(outside / "config.json")
+    with pytest.raises(ValueError, match=r"'config.json' is a link that leads out of the folder"):
+        convert_checkpoint(source, tmp_path / "output", PerformerConfig(num_features=16), subfolder="sub")
+    assert not (tmp_path / "output").exists()
