@@ -11,8 +11,7 @@ scores the first counts.
 In an encoder M = E[q q^T] over the row's queries: keys are near each other where the logits of the row's queries are.
 Half of the landmarks c_s are the keys at equally spaced ranks of the row, the other half the keys that are farthest
 from these. They are moved to the mean of their members `rounds` times (Lloyd's algorithm). Or they are `prototypes`,
-which are fixed, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of
-each.
+which are fixed, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of each.
 Prototypes start as random vectors; calibration makes them the centers of k-means over keys of the model.
 
 A slot's mass is sum_j exp(q.k_j), which is more than count * exp(q.mean): to second order by the factor exp(var / 2),
@@ -151,7 +150,7 @@ def _second_moment(query: Tensor, rows: Rows) -> Tensor:
     valid = (position < rows.valid_lengths[:, None])[:, None, :, None]
     for begin in range(0, rows.length, size):
         # products of one shape, so that not one bit depends on how much padding the batch gives a row
-        chunk = between(query.to(dtype) * valid, begin, begin + size, dim=2)
+        chunk = between(query, begin, begin + size, dim=2).to(dtype) * between(valid, begin, begin + size, dim=2)
         moment = moment + chunk.transpose(-1, -2) @ chunk
     return moment / rows.valid_lengths.clamp_min(1)[:, None, None, None]
 

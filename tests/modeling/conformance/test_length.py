@@ -1,5 +1,6 @@
 """Length: any up to `max_length` works, above it an error names both numbers, and nothing grows quadratically."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,9 +11,22 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel
+from hf_linattn.modeling import blocks
 from hf_linattn.modeling.cache import LinAttnCacheLayer
 
-from ...helpers import CACHE, CAUSAL, POSITIONS, PURE, config_id, small, tiny_model, tokens
+from ...helpers import (
+    CACHE,
+    CAUSAL,
+    METHODS,
+    POSITIONS,
+    PURE,
+    config_id,
+    linear_attention,
+    qkv,
+    small,
+    tiny_model,
+    tokens,
+)
 from .cases import CASES, DECODER, ENCODER, ONE_EACH, architectures, make_model
 
 pytestmark = pytest.mark.core
@@ -137,3 +151,43 @@ def test_the_state_of_a_decoder_does_not_grow(config: AttentionConfig) -> None:
         sizes[length + 1] = state_bytes(cache)
     assert len(set(sizes.values())) == 1
     assert 0 < sizes[256] < 2 * 4096 * 32 * 4
+
+
+# work
+
+
+class Work(TorchDispatchMode):
+    """Adds up the sizes of everything that any operation returns and that is no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.elements += sum(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
+        return out
+
+
+def elements_written(config: AttentionConfig, length: int, *, causal: bool) -> int:
+    # an encoder's `learned` and `gaussian` have a matrix over the longest row, which therefore grows with the row here;
+    # a decoder's segments are a share of the longest row, and would grow with it
+    layer = linear_attention(dataclasses.replace(config, max_length=1024 if causal else length), causal=causal)
+    inputs = qkv(length, batch=1)
+    with torch.no_grad(), Work() as work:
+        layer(*inputs)
+    return work.elements
+
+
+@pytest.mark.parametrize(
+    ("config", "causal"),
+    [*((config, False) for config in METHODS), *((config, True) for config in CAUSAL)],
+    ids=config_id,
+)
+def test_work_grows_linearly(monkeypatch: pytest.MonkeyPatch, config: AttentionConfig, causal: bool) -> None:
+    """What is done for the whole row in every chunk of it is no large tensor, and quadratic all the same."""
+    # many chunks in a short row
+    monkeypatch.setattr(blocks, "_CPU_CHUNK", 16)
+    once, twice = (elements_written(config, length, causal=causal) for length in (512, 1024))
+    assert twice < 2.3 * once
