@@ -256,7 +256,7 @@ class SwappedModel:
     def attention(self, name: str, call: AttentionCall) -> Tensor:
         """What a candidate gives in the place of a layer's softmax attention."""
         module = self.modules[name][call.layer]
-        return module(call.query, call.key, call.value, call.lengths, *((None,) if module.causal else ()))
+        return module(call.query, call.key, call.value, call.lengths)
 
     def outcome(self, ids: Tensor, visit: Callable[[AttentionCall], Tensor | None]) -> Tensor:
         """The pooled embedding (dim,), or log-probabilities of the next token (length, vocabulary)."""
@@ -407,9 +407,8 @@ class _Analyzer(SwappedModel):
         costs = {}
         for name, modules in self.modules.items():
             module = modules[0]
-            state = (None,) if module.causal else ()
             operations = linear_flops(self.converted[name].attention, self.converted[name], self.length)
-            costs[name] = measure(partial(module, query, key, value, None, *state), device, operations)
+            costs[name] = measure(partial(module, query, key, value), device, operations)
         ids = torch.tensor([max(self.documents, key=len)], device=device)
         body: Any = self.base.base_model
         options = {"use_cache": False} if self.causal else {}

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..utils.hooks import hooked
+
 # Runs of which the median counts, after one that does not.
 _RUNS = 5
 
@@ -91,10 +93,6 @@ def linear_layers_operations(model: nn.Module, run: Callable[[], Any]) -> float:
 
     # Conv1D is GPT-2's linear layer
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    handles = [module.register_forward_hook(count) for module in layers]
-    try:
+    with hooked(module.register_forward_hook(count) for module in layers):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return total

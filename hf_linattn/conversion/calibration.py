@@ -238,12 +238,13 @@ def _real(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _train(module: LinearAttention, call: AttentionCall, rate: float) -> None:
-    """Train the module's parameters on the relative error of its output; keep the best of start and end."""
+    """Train the module's parameters on the relative error of its output; keep the best of start and end.
+
+    `calibrate` has switched exact rows off: they have nothing to train.
+    """
     dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
     # half precision would lose the small steps
     module.float()
-    # short rows too by linear attention: that is what is trained
-    exact, module.exact = module.exact, False
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     compared = torch.arange(len(call.query))[:_COMPARED]
     with torch.no_grad():
@@ -263,7 +264,6 @@ def _train(module: LinearAttention, call: AttentionCall, rate: float) -> None:
         after = float(_error(module, call, compared))
     if not after < before:
         module.load_state_dict(start)
-    module.exact = exact
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
 
@@ -272,7 +272,7 @@ def _error(module: LinearAttention, call: AttentionCall, rows: Tensor) -> Tensor
     """|ours - softmax|^2 / |softmax|^2 over the real tokens of each of the rows, mean over the rows."""
     lengths = None if call.lengths is None else call.lengths[rows.to(call.lengths.device)]
     query, key, value, wanted = (x[rows].float() for x in (call.query, call.key, call.value, call.output))
-    ours = module(query, key, value, lengths, *((None,) if module.causal else ()))
+    ours = module(query, key, value, lengths)
     error, size = (ours - wanted).square(), wanted.square()
     if lengths is not None:
         real = (torch.arange(wanted.shape[2], device=wanted.device) < lengths[:, None])[:, None, :, None]

@@ -18,8 +18,6 @@ from ..modeling.modeling_linattn import LinAttnPreTrainedModel
 from .checkpoint_files import SENTENCE_FILES, sentence_module_folders
 from .convert import convert
 
-# What makes a sentence encoder of a checkpoint, beside the folders that modules.json names.
-
 
 def convert_checkpoint(
     model_id: str | Path,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.attention_interface import ATTENTION_NAME
 from ..modeling.modeling_linattn import self_attentions
+from ..utils.hooks import hooked
 
 
 class SoftmaxAttention(nn.Module):
@@ -104,16 +105,14 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
         return visit(AttentionCall(next(layers), query * root, key * root, value, lengths, output, root))
 
     attentions: list[Any] = [attention for _, attention in self_attentions(model, architecture)]
-    handles = [model.base_model.register_forward_pre_hook(restart)]
     try:
-        model.set_attn_implementation(ATTENTION_NAME)
-        for attention in attentions:
-            attention.linattn = SoftmaxAttention(is_causal=architecture.causal)
-            handles.append(attention.linattn.register_forward_hook(hook, with_kwargs=True))
-        yield
+        with hooked([model.base_model.register_forward_pre_hook(restart)]) as handles:
+            model.set_attn_implementation(ATTENTION_NAME)
+            for attention in attentions:
+                attention.linattn = SoftmaxAttention(is_causal=architecture.causal)
+                handles.append(attention.linattn.register_forward_hook(hook, with_kwargs=True))
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for attention in attentions:
             if hasattr(attention, "linattn"):
                 del attention.linattn

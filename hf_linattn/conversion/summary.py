@@ -93,7 +93,7 @@ def linear_flops(settings: AttentionConfig, config: LinAttnConfig, length: int) 
         module = linear_attention(settings, config, 0)
         x: Tensor = torch.empty(1, config.num_attention_heads, length, head_dim(config))
         with FlopCounterMode(display=False) as counter:
-            module(x, x, x, None, *((None,) if module.causal else ()))
+            module(x, x, x)
     return counter.get_total_flops()
 
 

@@ -64,9 +64,9 @@ class PerformerFarPart(FarSums):
         )
         self.modules = {"feature_map": self.feature_map}
 
-    def reader(  # type: ignore[no-untyped-def]
+    def reader(
         self, key: Tensor, value: Tensor, rows: Rows, window: int, chunks: list[tuple[int, int]], scale: float
-    ):
+    ) -> Any:
         valid = rows.far_tokens[:, None, :, None]
         tokens = max(window, 1)
 

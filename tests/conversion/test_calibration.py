@@ -49,7 +49,7 @@ def _layer_errors(model, base, ids: torch.Tensor) -> float:
 
     def visit(call: AttentionCall) -> None:
         linear = modules[call.layer]
-        found = linear(call.query, call.key, call.value, None, *((None,) if linear.causal else ()))
+        found = linear(call.query, call.key, call.value)
         errors.append(float((found - call.output).norm() / call.output.norm()))
 
     # of linear attention, in short rows too
