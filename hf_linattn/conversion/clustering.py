@@ -20,7 +20,7 @@ def cluster_centers(key: Tensor, count: int) -> Tensor:
     tokens = key.shape[1]
     centers = key[:, torch.arange(count) * tokens // count]
     for _ in range(ROUNDS):
-        slot = nearest(key.unsqueeze(0), centers)[0].squeeze(0)
+        slot = nearest(key.unsqueeze(0), centers).squeeze(0)
         index = slot.unsqueeze(-1).expand_as(key)
         sums = torch.zeros_like(centers).scatter_add(1, index, key)
         counts = torch.zeros_like(centers[..., 0]).scatter_add(1, slot, torch.ones_like(key[..., 0]))
@@ -39,7 +39,7 @@ def logit_variances(query: Tensor, key: Tensor, centers: Tensor) -> Tensor:
     """
     query, key = query.float(), key.float()
     moment = query.transpose(-1, -2) @ query / query.shape[1]
-    slot = nearest(key.unsqueeze(0), centers)[0].squeeze(0)
+    slot = nearest(key.unsqueeze(0), centers).squeeze(0)
     offset = key - centers.gather(1, slot.unsqueeze(-1).expand_as(key))
     square = ((offset @ moment) * offset).sum(-1)
     sums, counts = torch.zeros_like(centers[..., 0]), torch.zeros_like(centers[..., 0])

@@ -8,7 +8,7 @@ training; clustered attention (Vyas et al. 2020, arXiv:2007.04825) clusters quer
 A far key that is repeated is summarized without error. Gradients go through the means; assignments have none. Of equal
 scores the first counts.
 
-In an encoder M = E[q q^T] over the row's queries: keys are near each other where the logits of the row's queries are.
+In an encoder M = E[q q^T] over some of the row's queries: keys are near each other where the logits of queries are.
 Half of the landmarks c_s are the keys at equally spaced ranks of the row, the other half the keys that are farthest
 from these. They are moved to the mean of their members `rounds` times (Lloyd's algorithm). Or they are `prototypes`,
 which are fixed, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of each.
@@ -16,18 +16,20 @@ Prototypes start as random vectors; calibration makes them the centers of k-mean
 
 A slot's mass is sum_j exp(q.k_j), which is more than count * exp(q.mean): to second order by the factor exp(var / 2),
 with var the variance of the members' logits. Beside near keys, whose mass is exact, slots would weigh too little. So
-their log mass is log count + `SPREAD` * var / 2, with var the mean over the row's queries, tr(M Cov(members)); a
-decoder has one from calibration for each prototype. Without a window all slots err alike, and nothing is added.
+their log mass is log count + `SPREAD` * var / 2, with var the mean over queries, tr(M Cov(members)), where members are
+all of the slot's in the row; a decoder has one from calibration for each prototype. Without a window all slots err
+alike, and nothing is added.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import at, between, chunk_size
+from .blocks import at, between, chunk_size, running_sums
 from .far_part import FarKeys, Rows, Slots
 
 #: Share of the second-order term of a slot's log mass that is added to it: of 0, 0.5 and 1, 0.5 is best at 512 tokens
@@ -35,6 +37,8 @@ from .far_part import FarKeys, Rows, Slots
 SPREAD = 0.75
 #: The most that is added: the second order says nothing of larger spreads, and half precision has no room for them.
 MOST_SPREAD = 8.0
+#: Queries of a row that M is the mean over, at equally spaced ranks.
+METRIC_QUERIES = 512
 # Ranks that form a block of a decoder without a window: the keys of the query's own block are exact.
 _OWN_BLOCK = 64
 
@@ -75,6 +79,19 @@ class _ClusterFarPart(FarKeys):
             self.modules["prototypes"] = self.prototypes
 
 
+class _Assignment(NamedTuple):
+    """Which slot each key of a row is in.
+
+    slot: (batch, length, heads) long, the number of slots for a key that is in none.
+    metric: M, (batch, heads, dim, dim), float32.
+    square: k^T M k of each key, (batch, heads, length), float32.
+    """
+
+    slot: Tensor
+    metric: Tensor
+    square: Tensor
+
+
 class ClusterFarPart(_ClusterFarPart):
     """Clusters of a row's keys, in an encoder."""
 
@@ -83,51 +100,53 @@ class ClusterFarPart(_ClusterFarPart):
         super().__init__(config, num_heads=num_heads, head_dim=head_dim, seed=seed, prototypes=prototypes)
 
     def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Slots:
-        slot, _ = self.assign(query, key, rows)
+        slot = self.assign(query, key, rows).slot
         # tokens before heads, as models hold them in memory
-        sums = _sums(slot.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.num_slots)
-        mean_key, mean_value, count = _means(sums, key.shape[-1])
+        sums = _sums(slot, (key.transpose(1, 2), value.transpose(1, 2)), self.num_slots)
+        mean_key, mean_value = sums.means()
         # (batch, 1, heads, slots, ...): all tokens are one block
-        return Slots(mean_key.squeeze(1).to(key.dtype), mean_value.squeeze(1).to(value.dtype), count.squeeze(1).log())
+        return Slots(
+            mean_key.squeeze(1).to(key.dtype), mean_value.squeeze(1).to(value.dtype), sums.members.squeeze(1).log()
+        )
 
     def summarize_by_block(
         self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int, scale: float
     ) -> "_BlockClusters":
-        slot, metric = self.assign(query.transpose(1, 2), key.transpose(1, 2), rows)
-        return _BlockClusters(slot.transpose(1, 2), key, value, self.num_slots, window, metric * scale**2)
+        assignment = self.assign(query.transpose(1, 2), key.transpose(1, 2), rows)
+        return _BlockClusters(assignment, key, value, self.num_slots, window, scale)
 
     @torch.no_grad()
-    def assign(self, query: Tensor, key: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The slot of each key (batch, heads, length, dim), and M.
-
-        Returns:
-            (batch, heads, length) long, `num_slots` for no slot; (batch, heads, dim, dim).
-        """
+    def assign(self, query: Tensor, key: Tensor, rows: Rows) -> _Assignment:
+        """The slots of the keys of (batch, heads, length, dim)."""
         query, key = query.detach(), key.detach()
-        no_slot = ~rows.far_tokens[:, None]
-        metric = _second_moment(query, rows)
+        metric = _metric(query, rows)
+        square = _squares(key, metric)
         if self.prototypes is not None:
-            slot = nearest(key, self.prototypes.centers)[0].masked_fill(no_slot, self.num_slots)
-            return slot, metric
-        landmarks = self._landmarks(key, metric, rows)
-        slot = nearest(key, landmarks, metric)[0].masked_fill(no_slot, self.num_slots)
+            return _Assignment(self._slots(key, self.prototypes.centers, None, rows), metric, square)
+        landmarks = self._landmarks(key, metric, square, rows)
+        slot = self._slots(key, landmarks, metric, rows)
         for _ in range(self.rounds):
-            sums = _sums(slot.transpose(1, 2), key.transpose(1, 2), None, self.num_slots)
-            mean, _, count = _means(sums, key.shape[-1])
+            sums = _sums(slot, (key.transpose(1, 2),), self.num_slots)
+            (mean,) = sums.means()
             # a landmark without members stays where it is
-            landmarks = torch.where(count.squeeze(1)[..., None] > 0, mean.squeeze(1), landmarks.float()).to(key.dtype)
-            slot = nearest(key, landmarks, metric)[0].masked_fill(no_slot, self.num_slots)
-        return slot, metric
+            landmarks = torch.where(sums.members.squeeze(1)[..., None] > 0, mean.squeeze(1), landmarks)
+            slot = self._slots(key, landmarks, metric, rows)
+        return _Assignment(slot, metric, square)
 
-    def _landmarks(self, key: Tensor, metric: Tensor, rows: Rows) -> Tensor:
+    def _slots(self, key: Tensor, landmarks: Tensor, metric: Tensor | None, rows: Rows) -> Tensor:
+        """The slot of each key, (batch, length, heads)."""
+        slot = nearest(key, landmarks, metric).masked_fill(~rows.far_tokens[:, None], self.num_slots)
+        return slot.transpose(1, 2)
+
+    def _landmarks(self, key: Tensor, metric: Tensor, square: Tensor, rows: Rows) -> Tensor:
         """Keys at equally spaced ranks, and those that are farthest from them: (batch, heads, slots, dim)."""
         farthest = self.num_slots // 2
-        spaced = at(key, _spaced_positions(rows, self.num_slots - farthest).expand(key.shape[0], -1))
+        spaced = at(key, _spaced_positions(rows, self.num_slots - farthest))
         if not farthest:
             return spaced
-        score = nearest(key, spaced, metric)[1]
+        score = _nearest_scores(key, spaced, metric)
         # (k - c)^T M (k - c) of the nearest c, (batch, heads, length)
-        distance = (_squares(key, metric) - 2 * score).masked_fill(~rows.far_tokens[:, None], float("-inf"))
+        distance = (square - 2 * score).masked_fill(~rows.far_tokens[:, None], float("-inf"))
         distance = F.pad(distance, (0, max(farthest - key.shape[2], 0)), value=float("-inf"))
         best = distance.topk(farthest, dim=-1)
         # where a row has fewer tokens, its first one again
@@ -141,18 +160,22 @@ def _spaced_positions(rows: Rows, count: int) -> Tensor:
     return rows.first + torch.arange(count, device=rows.device) * total // count
 
 
-def _second_moment(query: Tensor, rows: Rows) -> Tensor:
-    """E[q q^T] over the valid queries (batch, heads, length, dim) of each row: (batch, heads, dim, dim), float32."""
+def metric_positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the queries that M is the mean over, and which of them there are, (rows, METRIC_QUERIES) each.
+
+    All of a row of at most so many tokens; their number is always the same, so that no bit depends on padding.
+    """
+    rank = torch.arange(METRIC_QUERIES, device=lengths.device)
+    lengths = lengths[:, None]
+    return torch.where(lengths > METRIC_QUERIES, rank * lengths // METRIC_QUERIES, rank), rank < lengths
+
+
+def _metric(query: Tensor, rows: Rows) -> Tensor:
+    """M = E[q q^T] over queries (batch, heads, length, dim) of each row: (batch, heads, dim, dim), float32."""
+    positions, valid = metric_positions(rows.valid_lengths)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    size = chunk_size(query.device)
-    moment = query.new_zeros(*query.shape[:2], query.shape[-1], query.shape[-1], dtype=dtype)
-    position = torch.arange(rows.length, device=rows.device)
-    valid = (position < rows.valid_lengths[:, None])[:, None, :, None]
-    for begin in range(0, rows.length, size):
-        # products of one shape, so that not one bit depends on how much padding the batch gives a row
-        chunk = between(query, begin, begin + size, dim=2).to(dtype) * between(valid, begin, begin + size, dim=2)
-        moment = moment + chunk.transpose(-1, -2) @ chunk
-    return moment / rows.valid_lengths.clamp_min(1)[:, None, None, None]
+    queries = at(query, positions).to(dtype) * valid[:, None, :, None]
+    return queries.transpose(-1, -2) @ queries / valid.sum(1).clamp_min(1)[:, None, None, None]
 
 
 def spread_mass(variance: Tensor) -> Tensor:
@@ -163,100 +186,128 @@ def spread_mass(variance: Tensor) -> Tensor:
 def _squares(key: Tensor, metric: Tensor) -> Tensor:
     """k^T M k of keys (batch, heads, length, dim): (batch, heads, length), float32."""
     chunks = key.split(chunk_size(key.device), dim=2)
-    return torch.cat([((x.to(metric.dtype) @ metric) * x).sum(-1) for x in chunks], dim=2)
+    return torch.cat([(x.to(metric.dtype) @ metric).mul_(x).sum(-1) for x in chunks], dim=2)
 
 
-def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The nearest of landmarks (batch or 1, heads, slots, dim) to each key (batch, heads, length, dim).
-
-    Args:
-        metric: M, (batch, heads, dim, dim); None for the identity.
-
-    Returns:
-        Index of the landmark c, and k^T M c - c^T M c / 2, (batch, heads, length) each.
-    """
+def _scores(key: Tensor, landmarks: Tensor, metric: Tensor | None) -> Iterator[Tensor]:
+    """k^T M c - c^T M c / 2 for a chunk of keys after the other, (batch, heads, tokens, slots); see `nearest`."""
     landmarks = landmarks if landmarks.ndim == 4 else landmarks.unsqueeze(0)
     # M c: (batch, heads, slots, dim)
     dtype = torch.promote_types(key.dtype, torch.float32)
     landmarks = landmarks.to(dtype)
     weights = landmarks if metric is None else landmarks @ metric.to(dtype)
     half_square = (landmarks * weights).sum(-1).unsqueeze(-2) / 2
-    transposed = weights.transpose(-1, -2)
     # scores of a chunk stay in the processor's cache
-    best = [(x.to(dtype) @ transposed - half_square).max(-1) for x in key.split(chunk_size(key.device), dim=2)]
-    return torch.cat([x.indices for x in best], dim=2), torch.cat([x.values for x in best], dim=2)
+    return ((x.to(dtype) @ weights.mT).sub_(half_square) for x in key.split(chunk_size(key.device), dim=2))
 
 
-def _sums(slot: Tensor, key: Tensor, value: Tensor | None, slots: int, block: int | None = None) -> Tensor:
-    """Sums of [key, value, 1] over the members of each slot of each block of `block` tokens; None: one block.
+@torch.no_grad()
+def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None) -> Tensor:
+    """Index of the nearest of landmarks (batch or 1, heads, slots, dim) to each key (batch, heads, length, dim).
+
+    Args:
+        metric: M, (batch, heads, dim, dim); None for the identity.
+
+    Returns:
+        (batch, heads, length) long; of equally near ones the first.
+    """
+    slots = landmarks.shape[-2]
+    # `argmax` takes ten times as long as `amax` on CPUs: the largest number of those that reach the maximum
+    number = torch.arange(slots, 0, -1, device=key.device, dtype=torch.float32)
+    best = [
+        scores.sub_(scores.amax(-1, keepdim=True)).sign_().add_(1).mul_(number).amax(-1)
+        for scores in _scores(key, landmarks, metric)
+    ]
+    # what is no number counts as the last
+    return slots - torch.cat(best, dim=2).long().clamp(1, slots)
+
+
+def _nearest_scores(key: Tensor, landmarks: Tensor, metric: Tensor) -> Tensor:
+    """k^T M c - c^T M c / 2 of each key and the landmark c that is nearest to it, (batch, heads, length)."""
+    return torch.cat([scores.amax(-1) for scores in _scores(key, landmarks, metric)], dim=2)
+
+
+class _Sums(NamedTuple):
+    """Sums over the members of each slot of each block of tokens; float32 or float64.
+
+    totals: of keys, values or what was asked for, (batch, blocks, heads, slots, dim) each.
+    members: their number, (batch, blocks, heads, slots).
+    """
+
+    totals: tuple[Tensor, ...]
+    members: Tensor
+
+    def means(self) -> tuple[Tensor, ...]:
+        """Zeros for a slot without members."""
+        count = self.members.clamp_min(1).unsqueeze(-1)
+        return tuple(total / count for total in self.totals)
+
+
+def _sums(slot: Tensor, tokens: tuple[Tensor, ...], slots: int, block: int | None = None) -> _Sums:
+    """Sums of each of `tokens` (batch, length, heads, dim) over blocks of `block` tokens; None: one block.
 
     Args:
         slot: (batch, length, heads) long, `slots` for tokens that no slot holds.
-        key, value: (batch, length, heads, dim).
-
-    Returns:
-        (batch, blocks, heads, slots, dims), float32 or float64.
     """
     batch, length, heads = slot.shape
-    dtype = torch.promote_types(key.dtype, torch.float32)
-    parts = [key.to(dtype), *([] if value is None else [value.to(dtype)])]
-    tokens = torch.cat([*parts, key.new_ones(batch, length, heads, 1, dtype=dtype)], dim=-1)
     blocks = 1 if block is None else -(-length // block)
     # one bucket per batch, block, head and slot, and one more slot for what no slot holds
     index = torch.zeros(length, device=slot.device, dtype=torch.long)
     index = index if block is None else torch.arange(length, device=slot.device) // block
     index = torch.arange(batch, device=slot.device)[:, None] * blocks + index
-    index = (index[..., None] * heads + torch.arange(heads, device=slot.device)) * (slots + 1) + slot
-    sums = tokens.new_zeros(batch * blocks * heads * (slots + 1), tokens.shape[-1])
-    sums = sums.index_add(0, index.flatten(), tokens.flatten(0, 2))
-    return sums.view(batch, blocks, heads, slots + 1, -1)[..., :slots, :]
+    index = ((index[..., None] * heads + torch.arange(heads, device=slot.device)) * (slots + 1) + slot).flatten()
+    buckets, dtype = batch * blocks * heads * (slots + 1), torch.promote_types(tokens[0].dtype, torch.float32)
 
+    def add_up(x: Tensor) -> Tensor:
+        sums = x.new_zeros(buckets, *x.shape[1:]).index_add(0, index, x)
+        return sums.unflatten(0, (batch, blocks, heads, slots + 1))[:, :, :, :slots]
 
-def _means(sums: Tensor, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean keys, mean values and counts (..., slots) of sums (..., slots, dims)."""
-    count = sums[..., -1]
-    means = sums[..., :-1] / count.clamp_min(1).unsqueeze(-1)
-    return means[..., :key_dim], means[..., key_dim:], count
+    # tokens and heads side by side
+    totals = tuple(add_up(x.to(dtype).flatten(0, 2)) for x in tokens)
+    return _Sums(totals, add_up(torch.ones_like(index, dtype=dtype)))
 
 
 class _BlockClusters:
     """What blocks of queries see of the clusters: the members that are far from the block.
 
     Each near key is taken out of its slot: the sums of all keys minus those of three blocks.
-
-    Args:
-        slot: (batch, length, heads).
-        metric: M times the square of the softmax scale.
     """
 
-    def __init__(self, slot: Tensor, key: Tensor, value: Tensor, slots: int, window: int, metric: Tensor) -> None:
-        self.slot, self.key, self.slots, self.window, self.metric = slot, key, slots, window, metric
-        # k^T M k as one more value: its mean minus that of the mean key is the variance of the logits
-        square = _squares(key.detach().transpose(1, 2), metric).transpose(1, 2)
-        self.value = torch.cat((value.to(square.dtype), square.unsqueeze(-1)), dim=-1)
-        self.total = _sums(slot, key, self.value, slots)
+    def __init__(
+        self, assignment: _Assignment, key: Tensor, value: Tensor, slots: int, window: int, scale: float
+    ) -> None:
+        slot, metric, square = assignment
+        self.slot, self.key, self.value, self.slots, self.window = slot, key, value, slots, window
+        self.total = _sums(slot, (key, value), slots)
+        with torch.no_grad():
+            mean_key = self.total.means()[0].squeeze(1)
+            mean_square = _sums(slot, (square.transpose(1, 2).unsqueeze(-1),), slots).means()[0].squeeze(1).squeeze(-1)
+            variance = mean_square - ((mean_key @ metric) * mean_key).sum(-1)
+            # (batch, 1, heads, slots): the same for all blocks
+            self.spread = spread_mass(variance * scale**2).unsqueeze(1)
 
     def chunk(self, begin: int, end: int) -> Slots:
         low, high = (begin - 1) * self.window, (end + 1) * self.window
         # where there is no token, no slot holds it
         slot = between(self.slot + 1, low, high, dim=1) - 1
         slot = slot.masked_fill(slot < 0, self.slots)
-        key, value = (between(x, low, high, dim=1) for x in (self.key, self.value))
-        blocks = _sums(slot, key, value, self.slots, self.window)
-        far = self.total - blocks[:, :-2] - blocks[:, 1:-1] - blocks[:, 2:]
-        mean_key, mean_value, count = _means(far, key.shape[-1])
-        with torch.no_grad():
-            of_mean = ((mean_key @ self.metric.unsqueeze(1)) * mean_key).sum(-1)
-            log_mass = count.log() + spread_mass(mean_value[..., -1] - of_mean)
+        near = _sums(slot, tuple(between(x, low, high, dim=1) for x in (self.key, self.value)), self.slots, self.window)
+
+        def far(total: Tensor, blocks: Tensor) -> Tensor:
+            return (total - blocks[:, :-2]).sub_(blocks[:, 1:-1]).sub_(blocks[:, 2:])
+
+        sums = _Sums(tuple(map(far, self.total.totals, near.totals)), far(self.total.members, near.members))
+        mean_key, mean_value = sums.means()
         # slots before heads: (batch, blocks, slots, heads, dim)
-        return Slots(mean_key.transpose(2, 3), mean_value[..., :-1].transpose(2, 3), log_mass)
+        return Slots(mean_key.transpose(2, 3), mean_value.transpose(2, 3), sums.members.log() + self.spread)
 
 
 class CausalClusterFarPart(_ClusterFarPart):
     """Clusters of earlier keys around prototypes, in a decoder.
 
-    The state is `sums` (batch, heads, slots, 2 dim + 1), float32: of each prototype's members the sum of keys, that of
-    values, and their number. Without a window, near are the keys of the query's own block of 64 ranks.
+    The state is, of each prototype's members, the sum of keys and that of values, (batch, heads, slots, dim) each, and
+    their number, (batch, heads, slots); float32. Without a window, near are the keys of the query's own block of 64
+    ranks.
     """
 
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
@@ -280,22 +331,22 @@ class CausalClusterFarPart(_ClusterFarPart):
 
     def initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(key.dtype, torch.float32)
-        dims = key.shape[-1] + value.shape[-1] + 1
-        return (key.new_zeros(*key.shape[:2], self.num_slots, dims, dtype=dtype),)
+        batch, heads, slots = *key.shape[:2], self.num_slots
+        sums = (key.new_zeros(batch, heads, slots, x.shape[-1], dtype=dtype) for x in (key, value))
+        return (*sums, key.new_zeros(batch, heads, slots, dtype=dtype))
 
     def absorb(
         self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
-        (sums,) = state
-        return (sums + self._by_block(key, value, valid, key.shape[2]).squeeze(1),)
+        new = self._by_block(key, value, valid, key.shape[2])
+        return tuple(old + x.squeeze(1) for old, x in zip(state, (*new.totals, new.members), strict=True))
 
-    def _by_block(self, key: Tensor, value: Tensor, valid: Tensor | None, block: int) -> Tensor:
-        """Sums of each block of tokens, (batch, blocks, heads, slots, dims)."""
+    def _by_block(self, key: Tensor, value: Tensor, valid: Tensor | None, block: int) -> _Sums:
         assert self.prototypes is not None
-        slot = nearest(key.detach(), self.prototypes.centers)[0]
+        slot = nearest(key.detach(), self.prototypes.centers)
         if valid is not None:
             slot = slot.masked_fill(~valid[:, None], self.num_slots)
-        return _sums(slot.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.num_slots, block)
+        return _sums(slot.transpose(1, 2), (key.transpose(1, 2), value.transpose(1, 2)), self.num_slots, block)
 
     def chunk(
         self,
@@ -308,17 +359,20 @@ class CausalClusterFarPart(_ClusterFarPart):
         first: int,
         end: int | None,
     ) -> tuple[Slots, tuple[Tensor, ...]]:
-        (sums,) = state
+        # before each block of queries, and after the last
+        known = [x.unsqueeze(1) for x in state]
         if key.shape[2]:
             blocks = self._by_block(key, value, valid, ranks.shape[2])
-            # before each block and after the last: (batch, blocks + 1, heads, slots, dims)
-            known = torch.cat((sums.unsqueeze(1), blocks), dim=1).cumsum(1)
-            before, after = known[:, :-1], known[:, -1].clone()
-        else:
-            before, after = sums.unsqueeze(1), sums
-        mean_key, mean_value, count = _means(before, key.shape[-1])
+            known = [
+                running_sums(x, list(y.unbind(1)), dim=1)
+                for x, y in zip(state, (*blocks.totals, blocks.members), strict=True)
+            ]
+            state = tuple(x[:, -1].clone() for x in known)
+            known = [x[:, :-1] for x in known]
+        sums = _Sums((known[0], known[1]), known[2])
+        mean_key, mean_value = sums.means()
         # (batch, blocks, heads, 1, slots): the same for all queries of a block
         assert self.prototypes is not None
-        log_mass = count.log() + spread_mass(self.prototypes.spread.to(count.dtype))
+        log_mass = sums.members.log() + spread_mass(self.prototypes.spread.to(sums.members.dtype))
         log_mass = log_mass.unsqueeze(3).to(key.dtype)
-        return Slots(mean_key.to(key.dtype), mean_value.to(value.dtype), log_mass), (after,)
+        return Slots(mean_key.to(key.dtype), mean_value.to(value.dtype), log_mass), state

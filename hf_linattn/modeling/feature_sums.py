@@ -6,13 +6,11 @@ sums and given back to the queries, it cancels exactly. Nothing can overflow, an
 that counts as one, so that no query finds all of them underflown.
 """
 
-from itertools import accumulate
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import to_blocks
+from .blocks import running_sums, to_blocks
 from .feature_maps import FeatureMap, Features
 from .merge import NEVER, Partial, finite, masked, shifted_exp2
 
@@ -143,8 +141,8 @@ class SumsByBlock:
         blocks.append(self.sums[index + 1][:, :, 0] if index + 1 < len(self.sums) else self.start())
         count = len(blocks) - 2
         if torch.is_grad_enabled() or before.device.type != "cpu" or torch.compiler.is_compiling():
-            earlier = _running(before, blocks[:count])
-            later = _running(self.after[index], blocks[:2:-1]).flip(2)
+            earlier = running_sums(before, blocks[:count], dim=2)
+            later = running_sums(self.after[index], blocks[:2:-1], dim=2).flip(2)
             return earlier[:, :, :-1] + later, earlier[:, :, -1]
         # the same with less memory passed: one addition after the other, each in place
         far = torch.empty_like(self.sums[index])
@@ -157,14 +155,6 @@ class SumsByBlock:
             place += later_sum
             later_sum += block
         return far, places[-1]
-
-
-def _running(first: Tensor, steps: list[Tensor]) -> Tensor:
-    """first, first + steps[0], first + steps[0] + steps[1], ...: (batch, heads, 1 + steps, ...)."""
-    if first.device.type != "cpu":
-        return torch.stack([first, *steps], dim=2).cumsum(2)
-    # one addition after the other: several times faster on a CPU
-    return torch.stack(list(accumulate(steps, initial=first)), dim=2)
 
 
 def read(query: Features, sums: Tensor, shift: Tensor, signed: bool) -> Partial:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .blocks import after_end
 from .causal_projections import CausalProjection
-from .far_clusters import CausalClusterFarPart, ClusterFarPart, spread_mass
+from .far_clusters import CausalClusterFarPart, ClusterFarPart, metric_positions, spread_mass
 from .far_part import Settings
 from .feature_maps import FeatureMap
 from .feature_sums import SIGNED_MASS_FLOOR, expand
@@ -147,7 +147,7 @@ def cluster_attention(
         metric = torch.eye(key.shape[-1], dtype=key.dtype, device=device).expand(*key.shape[:2], -1, -1)
         one_hot = _nearest(key, centers, metric)[0] * clustered
     else:
-        metric = _second_moment(query, valid_lengths)
+        metric = _metric(query, valid_lengths)
         total = (valid_lengths - global_tokens).clamp_min(1)[:, None].expand(len(key), 1)
         spaced = slots - slots // 2
         landmark = (global_tokens + torch.arange(spaced, device=device) * total // spaced).clamp_max(length - 1)
@@ -174,12 +174,13 @@ def cluster_attention(
     if causal:
         log_mass = log_mass + spread_mass(far_part.prototypes.spread)[:, None]  # type: ignore[union-attr]
     elif window_size:
-        # variance over the members of the logits, a mean over the row's queries
-        moment = scale**2 * _second_moment(query, valid_lengths).detach()
-        mean = (weights @ key[:, :, None]).detach()
-        square = ((key @ moment) * key).sum(-1).detach()
-        variance = (weights @ square[:, :, None, :, None])[..., 0] - ((mean @ moment[:, :, None]) * mean).sum(-1)
-        log_mass = log_mass + spread_mass(variance)
+        # variance of the logits over all members of a slot, a mean over queries: (batch, heads, 1, slots)
+        moment = scale**2 * _metric(query, valid_lengths).detach()
+        of_row = one_hot.transpose(-1, -2) / one_hot.sum(2).clamp_min(1)[..., None]
+        mean = (of_row @ key).detach()
+        offset = key[:, :, None] - mean[:, :, :, None]
+        square = ((offset @ moment[:, :, None]) * offset).sum(-1).detach()
+        log_mass = log_mass + spread_mass((of_row * square).sum(-1))[:, :, None]
     query = query * scale
     near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
     far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + log_mass
@@ -192,11 +193,17 @@ def cluster_attention(
     return after_end(out, lengths) if causal else out
 
 
-def _second_moment(query: Tensor, valid_lengths: Tensor) -> Tensor:
-    """E[q q^T] over the valid queries of each row: (batch, heads, dim, dim)."""
-    valid = torch.arange(query.shape[2], device=query.device) < valid_lengths[:, None]
-    query = query * valid[:, None, :, None]
-    return query.transpose(-1, -2) @ query / valid_lengths.clamp_min(1)[:, None, None, None]
+def _metric(query: Tensor, valid_lengths: Tensor) -> Tensor:
+    """E[q q^T] over some of the valid queries of each row: (batch, heads, dim, dim)."""
+    moments = []
+    for row, positions, valid in zip(query, *_each_row(metric_positions(valid_lengths), len(query)), strict=True):
+        chosen = row[:, positions[valid]]
+        moments.append(chosen.transpose(-1, -2) @ chosen / valid.sum().clamp_min(1))
+    return torch.stack(moments)
+
+
+def _each_row(tensors: tuple[Tensor, ...], rows: int) -> list[Tensor]:
+    return [tensor.expand(rows, -1) for tensor in tensors]
 
 
 def _nearest(key: Tensor, centers: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn import LinformerConfig
-from hf_linattn.modeling import blocks, naive
+from hf_linattn.modeling import blocks, far_clusters, naive
 from hf_linattn.modeling.far_clusters import Prototypes, nearest
 from hf_linattn.modeling.far_part import Rows
 from hf_linattn.modeling.linear_attention import LinearAttention
@@ -45,7 +45,7 @@ def decoder(slots: int = 8, **settings: Any) -> LinearAttention:
 
 def slots_of(layer: LinearAttention, query: Tensor, key: Tensor, lengths: Tensor | None = None) -> Tensor:
     rows = Rows(lengths, key.shape[2], layer.config.global_tokens, key.device)
-    return layer.far_part.assign(query, key, rows)[0]
+    return layer.far_part.assign(query, key, rows).slot.transpose(1, 2)
 
 
 # the fast form is the reference
@@ -104,25 +104,50 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, window_size: int
 
 
 def test_the_nearest_landmark_of_a_worked_example() -> None:
-    """Landmarks 0, 3 and 4; the keys 1, 2, 3.4 and 9 belong to 0, 3, 3 and 4, with scores k c - c^2 / 2."""
+    """Landmarks 0, 3 and 4; the keys 1, 2, 3.4 and 9 belong to 0, 3, 3 and 4."""
     key, landmarks = torch.tensor([1.0, 2.0, 3.4, 9.0]).view(1, 1, 4, 1), torch.tensor([0.0, 3.0, 4.0]).view(1, 3, 1)
-    slot, score = nearest(key, landmarks)
-    assert slot.flatten().tolist() == [0, 1, 1, 2]
-    assert score.flatten().tolist() == pytest.approx([0.0, 1.5, 5.7, 28.0], rel=1e-6)
+    assert nearest(key, landmarks).flatten().tolist() == [0, 1, 1, 2]
 
 
 def test_the_metric_decides_what_is_near() -> None:
     """(1, 0) is as far from (0, 0) as from (1, 1), but for a metric that looks at one coordinate only."""
     key, landmarks = torch.tensor([1.0, 0.4]).view(1, 1, 1, 2), torch.tensor([[0.0, 0.4], [1.0, 9.0]])[None]
-    assert nearest(key, landmarks)[0].item() == 0
-    assert nearest(key, landmarks, torch.diag(torch.tensor([1.0, 0.0]))[None, None])[0].item() == 1
+    assert nearest(key, landmarks).item() == 0
+    assert nearest(key, landmarks, torch.diag(torch.tensor([1.0, 0.0]))[None, None]).item() == 1
 
 
 def test_of_equal_scores_the_first_counts() -> None:
     key = torch.tensor([0.0, 1.0, -1.0]).view(1, 1, 3, 1)
     # 1 and -1 are equally far from 0; the last landmark repeats the first
-    slot, _ = nearest(key, torch.tensor([1.0, -1.0, 1.0]).view(1, 3, 1))
+    slot = nearest(key, torch.tensor([1.0, -1.0, 1.0]).view(1, 3, 1))
     assert slot.flatten().tolist() == [0, 0, 1]
+
+
+def test_a_key_that_is_no_number_has_a_slot() -> None:
+    """What it spoils is seen in the output, and is not an index outside the sums."""
+    key = torch.tensor([float("nan"), float("inf"), 1.0]).view(1, 1, 3, 1)
+    slot = nearest(key, torch.tensor([1.0, -1.0]).view(1, 2, 1))
+    assert ((slot >= 0) & (slot < 2)).all()
+    query, key, value = qkv(LENGTH)
+    key[0, 0, 5] = float("nan")
+    assert encoder(window_size=4)(query, key, value).isnan().any()
+
+
+@pytest.mark.parametrize("window_size", [0, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_metric_of_long_rows_is_that_of_some_queries(
+    window_size: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference with as few queries, and no bit depends on how wide the batch is."""
+    monkeypatch.setattr(far_clusters, "METRIC_QUERIES", 5)
+    query, key, value = qkv(LENGTH, scale=2.0)
+    lengths = torch.tensor([LENGTH - 6, 3]) if padded else None
+    layer = encoder(window_size=window_size)
+    out = layer(query, key, value, lengths)
+    torch.testing.assert_close(out, naive.attention(layer, query, key, value, lengths))
+    if lengths is not None:
+        narrow = (x[:, :, : LENGTH - 6] for x in (query, key, value))
+        assert torch.equal(layer(*narrow, lengths), out[:, :, : LENGTH - 6])
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
@@ -290,16 +315,17 @@ def test_the_state_is_counts_and_sums_of_constant_size(window_size: int) -> None
     for length in (1, 100, 600):
         _, state = from_state(layer, (x[:, :, :length] for x in inputs))
         shapes.append([x.shape for x in state.tensors()])
-        (sums,) = state.far
         # heads of 4: keys, values and counts of 5 slots
-        assert sums.shape == (2, 2, 5, 9) and sums.dtype == torch.float32
+        assert [x.shape for x in state.far] == [(2, 2, 5, 4), (2, 2, 5, 4), (2, 2, 5)]
+        assert {x.dtype for x in state.far} == {torch.float32}
     assert shapes[0] == shapes[1] == shapes[2]
     assert [x.shape for x in initial_state(layer, *inputs[1:]).tensors()] == shapes[0]
     # every token but the first and those that the next one finds near
     unit = window_size or 64
     begin = 600 // unit * unit - window_size
-    assert (sums[..., -1].sum(-1) == begin - 1).all()
-    torch.testing.assert_close(sums[..., :4].sum(2), inputs[1][:, :, 1:begin].sum(2), rtol=1e-4, atol=1e-4)
+    keys, _, members = state.far
+    assert (members.sum(-1) == begin - 1).all()
+    torch.testing.assert_close(keys.sum(2), inputs[1][:, :, 1:begin].sum(2), rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_window_the_own_block_is_exact() -> None:
