@@ -27,9 +27,10 @@ from hf_linattn import (
     convert,
 )
 from hf_linattn.modeling.architectures import ARCHITECTURES
+from hf_linattn.modeling.decoder_attention import attend_causally
 from hf_linattn.modeling.far_part import FarPart
 from hf_linattn.modeling.feature_maps import FeatureMap, Moments
-from hf_linattn.modeling.linear_attention import LinearAttention, attend_causally
+from hf_linattn.modeling.linear_attention import LinearAttention
 from hf_linattn.modeling.methods import METHODS as REGISTRY
 from hf_linattn.modeling.modeling_linattn import MODEL_CLASSES
 from hf_linattn.modeling.state import State, empty_state

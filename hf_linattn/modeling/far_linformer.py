@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .blocks import with_neighbors
 from .causal_projections import CausalProjection
-from .far_part import FarKeys, Rows, Slots
+from .far_part import Chunk, FarKeys, Rows, Slots
 from .merge import NEVER
 from .projections import FarSummaries, Projection, segment
 
@@ -78,6 +78,8 @@ class CausalLinformerFarPart(FarKeys):
     segment what its tokens so far contribute, of later ones zeros.
     """
 
+    # a slot holds its tokens from when they arrive, and is seen once its segment has ended
+    absorbs = False
     least_block = 128
 
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
@@ -143,25 +145,16 @@ class CausalLinformerFarPart(FarKeys):
         valid = (position < (x.shape[2] if lengths is None else lengths[:, None])).expand(x.shape[0], -1)
         return self.projection.add(old, x, side, seen[:, None] + position - first, valid)
 
-    def chunk(
-        self,
-        state: tuple[Tensor, ...],
-        ranks: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        window: int,
-        first: int,
-        end: int | None,
-    ) -> tuple[Slots, tuple[Tensor, ...]]:
+    def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
+        window, first, dtype = chunk.settings.window_size, chunk.settings.global_tokens, chunk.query.dtype
         slots = self.projection.slots
-        if end is not None:
+        if chunk.end is not None:
             # no more segments than these have ended
-            slots = min(slots, max(end - first, 0) // self.projection.segment_length)
-        ended = self._ended(ranks, window, first).unsqueeze(-1)
-        exists = torch.arange(slots, device=ranks.device) < ended
+            slots = min(slots, max(chunk.end - first, 0) // self.projection.segment_length)
+        ended = self._ended(chunk.ranks, window, first).unsqueeze(-1)
+        exists = torch.arange(slots, device=ended.device) < ended
         # (1 or heads, 1, slots), and where a segment has ended: (rows, blocks, 1 or heads, block, slots)
-        log_mass = self.projection.log_mass(state[0])[:, None, :slots].to(key.dtype)
+        log_mass = self.projection.log_mass(state[0])[:, None, :slots].to(dtype)
         log_mass = log_mass.where(exists.unsqueeze(2), NEVER)
-        summary_key, summary_value = (x[:, None, :, :slots].to(key.dtype) for x in state)
+        summary_key, summary_value = (x[:, None, :, :slots].to(dtype) for x in state)
         return Slots(summary_key, summary_value, log_mass), state

@@ -73,6 +73,31 @@ class Slots(NamedTuple):
     log_mass: Tensor
 
 
+def side_by_side(masks: Any) -> Tensor:
+    """The log masses of several `Slots`, expanded to the same rows and heads, one after the other."""
+    shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks))
+    return torch.cat([mask.expand(*shape, -1) for mask in masks], dim=-1)
+
+
+class Chunk(NamedTuple):
+    """Queries of a decoder, whole blocks of them, and the tokens that become far meanwhile.
+
+    query: (batch, heads, blocks * block, dim).
+    ranks: (rows, blocks, block) of the queries; one row where all rows are alike.
+    key, value: (batch, heads, blocks * block, dim), of tokens `window_size` ranks earlier; none where none become far.
+    becomes_far: (rows, blocks * block) bool: which of these tokens there are, and become far. None for all.
+    end: rank after the last query, where that is the same for all rows; else None.
+    """
+
+    query: Tensor
+    ranks: Tensor
+    key: Tensor
+    value: Tensor
+    becomes_far: Tensor | None
+    settings: Settings
+    end: int | None
+
+
 class FarPart:
     """Base of `FarKeys` and `FarSums`.
 
@@ -85,6 +110,8 @@ class FarPart:
     """
 
     modules: dict[str, nn.Module]
+    #: whether a decoder's state changes when tokens become far, and not only when they arrive
+    absorbs: ClassVar[bool] = True
     #: least number of queries of a decoder that share one list of keys, or one read of the sums
     least_block: ClassVar[int] = 1
 
@@ -158,24 +185,8 @@ class FarKeys(FarPart):
         """
         return state
 
-    def chunk(
-        self,
-        state: tuple[Tensor, ...],
-        ranks: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        window: int,
-        first: int,
-        end: int | None,
-    ) -> tuple[Slots, tuple[Tensor, ...]]:
+    def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
         """Decoders: the slots that blocks of queries see, and the state after them.
-
-        Args:
-            ranks: (rows, blocks, block) of the queries.
-            key, value: (batch, heads, blocks * block, dim), of the tokens that become far: `window` ranks earlier.
-            valid: (rows, blocks * block) bool: which of these tokens there are, and become far. None for all.
-            end: rank after the last query, where that is the same for all rows; else None.
 
         Returns:
             key, value (batch, blocks or 1, heads, slots, dim); log_mass (rows, blocks, heads or 1, block or 1, slots).
@@ -196,23 +207,9 @@ class FarSums(FarPart):
         """Decoders: what queries (batch, heads, tokens, dim) read of a state, a `Partial`."""
         raise NotImplementedError
 
-    def chunk(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        state: tuple[Tensor, ...],
-        chunk: int,
-        window: int,
-        scale: float,
-        alone: bool,
-    ) -> tuple[Any, tuple[Tensor, ...]]:
-        """Decoders: what queries read of earlier keys, and the state after them.
+    def chunk(self, state: tuple[Tensor, ...], chunk: Chunk, *, alone: bool) -> tuple[Any, tuple[Tensor, ...]]:
+        """Decoders: what queries read of earlier keys, a `Partial`, and the state after them.
 
-        Args:
-            query: (batch, heads, tokens, dim), several chunks.
-            key, value: the same, of tokens `window` ranks earlier.
-            valid: (rows, tokens) bool: which of these keys exist, are not global and become far. None for all.
+        alone: there is no near part, so that the scale of a query cancels.
         """
         raise NotImplementedError

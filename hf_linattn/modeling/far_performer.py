@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .blocks import from_blocks, recomputed, to_blocks
-from .far_part import FarSums, Rows
+from .far_part import Chunk, FarSums, Rows
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features
 from .feature_sums import (
     SumsByBlock,
@@ -112,32 +112,21 @@ class PerformerFarPart(FarSums):
         sums, shift = state
         return read(features, sums, shift, self.feature_map.signed)
 
-    def chunk(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        state: tuple[Tensor, ...],
-        chunk: int,
-        window: int,
-        scale: float,
-        alone: bool,
-    ) -> tuple[Partial, tuple[Tensor, ...]]:
-        signed = self.feature_map.signed
+    def chunk(self, state: tuple[Tensor, ...], chunk: Chunk, *, alone: bool) -> tuple[Partial, tuple[Tensor, ...]]:
+        signed, window, scale = self.feature_map.signed, chunk.settings.window_size, chunk.settings.scale
         read_chunks: Callable[..., tuple[Partial, Tensor, Tensor]] = (
             gated_part
-            if not window and kernels_for(query, query.dtype, signed)
-            else partial(_read_chunks, chunk=chunk, window=window, signed=signed)
+            if not window and kernels_for(chunk.query, chunk.query.dtype, signed)
+            else partial(_read_chunks, chunk=chunk.ranks.shape[2], window=window, signed=signed)
         )
-        part, *state_after = read_chunks(
-            bounded_features(self.feature_map, query, "query", scale=scale, alone=alone),
-            bounded_features(self.feature_map, key, "key", scale=scale),
-            with_one(value),
-            valid,
+        part, *after = read_chunks(
+            bounded_features(self.feature_map, chunk.query, "query", scale=scale, alone=alone),
+            bounded_features(self.feature_map, chunk.key, "key", scale=scale),
+            with_one(chunk.value),
+            chunk.becomes_far,
             *state,
         )
-        return part, tuple(state_after)
+        return part, tuple(after)
 
 
 class _TotalReader:

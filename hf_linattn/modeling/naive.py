@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import far_clusters
 from .blocks import after_end
 from .causal_projections import CausalProjection
 from .far_clusters import CausalClusterFarPart, ClusterFarPart, metric_positions, spread_mass
@@ -172,7 +173,7 @@ def cluster_attention(
     weights = members / count.clamp_min(1)[..., None]
     log_mass = count.log()
     if causal:
-        log_mass = log_mass + spread_mass(far_part.prototypes.spread)[:, None]  # type: ignore[union-attr]
+        log_mass = log_mass + spread_mass(far_part.prototypes.spread, far_clusters.CAUSAL_SPREAD)[:, None]  # type: ignore[union-attr]
     elif window_size:
         # variance of the logits over all members of a slot, a mean over queries: (batch, heads, 1, slots)
         moment = scale**2 * _metric(query, valid_lengths).detach()
@@ -180,7 +181,7 @@ def cluster_attention(
         mean = (of_row @ key).detach()
         offset = key[:, :, None] - mean[:, :, :, None]
         square = ((offset @ moment[:, :, None]) * offset).sum(-1).detach()
-        log_mass = log_mass + spread_mass((of_row * square).sum(-1))[:, :, None]
+        log_mass = log_mass + spread_mass((of_row * square).sum(-1), far_clusters.SPREAD)[:, :, None]
     query = query * scale
     near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
     far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + log_mass

@@ -34,10 +34,11 @@ class State(NamedTuple):
         """All tensors of the state."""
         return (self.seen, self.global_key, self.global_value, self.near_key, self.near_value, *self.far)
 
-    def advance(
-        self, key: Tensor, value: Tensor, lengths: Tensor | None, far: tuple[Tensor, ...], *, from_start: bool
-    ) -> "State":
-        """The state once new keys and values (batch, heads, tokens, dim) came, `lengths` (batch,) of them valid."""
+    def advance(self, key: Tensor, value: Tensor, lengths: Tensor | None, *, from_start: bool) -> "State":
+        """The state once new keys and values (batch, heads, tokens, dim) came, `lengths` (batch,) of them valid.
+
+        But for `far`, which is as before.
+        """
         tokens = key.shape[2] if lengths is None else lengths
         first = self.global_key.shape[2]
         old_key, old_value = (None, None) if from_start else (self.global_key, self.global_value)
@@ -47,7 +48,7 @@ class State(NamedTuple):
             first_tokens(old_value, value, first, self.seen),
             newest_tokens(self.near_key, key, lengths),
             newest_tokens(self.near_value, value, lengths),
-            far,
+            self.far,
         )
 
 

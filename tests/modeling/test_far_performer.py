@@ -9,11 +9,13 @@ from torch import Tensor
 
 from hf_linattn import PerformerConfig
 from hf_linattn.modeling import naive
+from hf_linattn.modeling.decoder_attention import attend_causally
+from hf_linattn.modeling.encoder_attention import attend
 from hf_linattn.modeling.far_part import Settings
 from hf_linattn.modeling.far_performer import PerformerFarPart
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS, Features
 from hf_linattn.modeling.feature_sums import SIGNED_MASS_FLOOR
-from hf_linattn.modeling.linear_attention import LinearAttention, attend, attend_causally
+from hf_linattn.modeling.linear_attention import LinearAttention
 
 from ..helpers import (
     assert_values_and_gradients_agree,

@@ -28,7 +28,8 @@ def test_far_sums_are_of_far_blocks_however_many_a_chunk_has(
     """In place, or as training adds them up, one by one on a CPU or by a cumulative sum elsewhere."""
     if not one_by_one:
         monkeypatch.setattr(
-            "hf_linattn.modeling.feature_sums._running", lambda x, y: torch.stack([x, *y], dim=2).cumsum(2)
+            "hf_linattn.modeling.feature_sums.running_sums",
+            lambda x, y, dim: torch.stack([x, *y], dim=dim).cumsum(dim),
         )
     per_block = torch.randn(2, 3, blocks, 4, 5, dtype=torch.float64)
     shift = torch.randn(2, 3, blocks, 1, 4, dtype=torch.float64)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.modeling import configuration_linattn, far_clusters, naive
 from hf_linattn.modeling.blocks import near_tokens
-from hf_linattn.modeling.far_part import FarKeys, Rows, Slots
+from hf_linattn.modeling.far_part import Chunk, FarKeys, Rows, Slots
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS, FeatureMap, Features
 from hf_linattn.modeling.methods import METHODS, Method
 
@@ -78,17 +78,8 @@ class MeanFarPart(FarKeys):
     ) -> tuple[Tensor, ...]:
         return (state[0] + _tokens(key, value, valid[:, None, :, None]).sum(2),)
 
-    def chunk(
-        self,
-        state: tuple[Tensor, ...],
-        ranks: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        window: int,
-        first: int,
-        end: int | None,
-    ) -> tuple[Slots, tuple[Tensor, ...]]:
+    def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
+        key, value, valid, ranks = chunk.key, chunk.value, chunk.becomes_far, chunk.ranks
         # (batch, blocks, heads, 2 dim + 1), before each block
         sums = state[0].unsqueeze(1)
         after = state[0]

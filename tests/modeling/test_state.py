@@ -29,7 +29,7 @@ def states(global_tokens: int, near_length: int) -> tuple[State, Tensor]:
     state = empty_state(key, key, global_tokens=global_tokens, near_length=near_length, far=())
     for lengths in torch.tensor(CHUNKS).T:
         key = numbered(seen + 1)
-        state = state.advance(key, -key, lengths, (), from_start=False)
+        state = state.advance(key, -key, lengths, from_start=False)
         seen = seen + lengths
     return state, seen
 
@@ -57,7 +57,7 @@ def test_the_start_may_be_told_apart_from_an_empty_state(
     key = numbered(torch.ones(ROWS, dtype=torch.long))
     empty = empty_state(key, key, global_tokens=global_tokens, near_length=near_length, far=())
     given = None if lengths is None else torch.tensor(lengths)
-    start, later = (empty.advance(key, key, given, (), from_start=from_start) for from_start in (True, False))
+    start, later = (empty.advance(key, key, given, from_start=from_start) for from_start in (True, False))
     assert torch.equal(start.near_key, later.near_key)
     for row, count in enumerate([5] * ROWS if lengths is None else lengths):
         exists = min(count, global_tokens)
