@@ -33,8 +33,8 @@ from ..data.tokenizers import tokenizer_of
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.feature_maps import FeatureMap
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, LinearAttention, self_attentions
+from ..modeling.moments import match_moments
 from .clustering import cluster_centers, logit_variances
-from .moments import match_moments
 from .softmax import AttentionCall, watch_attention
 
 logger = logging.get_logger(__name__)

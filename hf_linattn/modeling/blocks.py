@@ -180,6 +180,16 @@ def near_tokens(x: Tensor, begin: int, end: int, window: int) -> Tensor:
     return blocks.permute(0, 1, 4, 2, 3)
 
 
+def spaced_positions(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Positions of at most `count` tokens at equally spaced ranks, and which of them there are: (rows, count) each.
+
+    All tokens of a row that has no more. There are always as many positions, so that no bit depends on padding.
+    """
+    rank = torch.arange(count, device=lengths.device)
+    lengths = lengths[:, None]
+    return torch.where(lengths > count, rank * lengths // count, rank), rank < lengths
+
+
 def at(x: Tensor, index: Tensor) -> Tensor:
     """x (batch, heads, length, dim) at the positions (batch or 1, positions) of each row, those outside clamped."""
     index = index.clamp(0, x.shape[2] - 1)

@@ -26,7 +26,7 @@ from .validation import check_bool, check_choice, check_integer
 #: What keys are clustered around.
 LANDMARKS = ("keys", "prototypes")
 #: How features start.
-INITS = ("random", "moments")
+INITS = ("random", "moments", "row_moments")
 
 # Raised when a field changes its meaning. An older package must refuse a newer config, not guess at it.
 FORMAT_VERSION = 2
@@ -220,8 +220,9 @@ class PerformerConfig(AttentionConfig):
     init: str = field(
         default="random",
         metadata={
-            "help": "How features start: random as in the paper, or moments (matched to the mean and covariance of "
-            "queries and keys on calibration texts; positive, hyperbolic and learned).",
+            "help": "What features are matched to: random (nothing, as in the paper), moments (mean and covariance of "
+            "queries and keys on calibration texts; positive, hyperbolic and learned) or row_moments (those of each "
+            "document, as it comes; positive and hyperbolic, encoders only).",
             "choices": INITS,
         },
     )
@@ -240,9 +241,10 @@ class PerformerConfig(AttentionConfig):
         check_integer(type(self).__name__, "num_features", self.num_features, 1)
         check_choice(type(self).__name__, "feature_map", self.feature_map, FEATURE_MAPS)
         check_choice(type(self).__name__, "init", self.init, INITS)
-        if self.init == "moments" and not FEATURE_MAPS[self.feature_map].matches_moments:
+        if self.init not in (inits := FEATURE_MAPS[self.feature_map].inits):
             raise ValueError(
-                f"{type(self).__name__}: init='moments' must be 'random' for feature_map={self.feature_map!r}."
+                f"{type(self).__name__}: init={self.init!r} is not one of {', '.join(map(repr, inits))} for "
+                f"feature_map={self.feature_map!r}."
             )
         check_bool(type(self).__name__, "orthogonal", self.orthogonal)
         if self.redraw_interval is not None:

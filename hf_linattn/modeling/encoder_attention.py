@@ -150,7 +150,7 @@ def _merge_with_sums(query: Tensor, key: Tensor, value: Tensor, far: FarSums, ro
     # of whole blocks, or of tokens
     tokens = max(window, 1)
     of_blocks = chunks(-(-length // tokens), tokens, query.device)
-    reader = far.reader(key, value, rows, window, of_blocks, settings.scale) if settings.far else None
+    reader = far.reader(query, key, value, rows, window, of_blocks, settings.scale) if settings.far else None
     near = NearPart(query, key, value, rows, settings) if settings.near and (window or rows.first) else None
 
     def attend_chunk(index: int, carry: Any) -> tuple[Tensor, Any]:

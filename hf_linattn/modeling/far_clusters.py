@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .blocks import at, between, chunk_size, running_sums
+from .blocks import at, between, chunk_size, running_sums, spaced_positions
 from .far_part import Chunk, FarKeys, Rows, Slots
 
 #: Share of the second-order term of a slot's log mass that is added to it: of 0, 0.5 and 1, 0.5 is best at 512 tokens
@@ -162,19 +162,9 @@ def _spaced_positions(rows: Rows, count: int) -> Tensor:
     return rows.first + torch.arange(count, device=rows.device) * total // count
 
 
-def metric_positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the queries that M is the mean over, and which of them there are, (rows, METRIC_QUERIES) each.
-
-    All of a row of at most so many tokens; their number is always the same, so that no bit depends on padding.
-    """
-    rank = torch.arange(METRIC_QUERIES, device=lengths.device)
-    lengths = lengths[:, None]
-    return torch.where(lengths > METRIC_QUERIES, rank * lengths // METRIC_QUERIES, rank), rank < lengths
-
-
 def _metric(query: Tensor, rows: Rows) -> Tensor:
     """M = E[q q^T] over queries (batch, heads, length, dim) of each row: (batch, heads, dim, dim), float32."""
-    positions, valid = metric_positions(rows.valid_lengths)
+    positions, valid = spaced_positions(rows.valid_lengths, METRIC_QUERIES)
     dtype = torch.promote_types(query.dtype, torch.float32)
     queries = at(query, positions).to(dtype) * valid[:, None, :, None]
     return queries.transpose(-1, -2) @ queries / valid.sum(1).clamp_min(1)[:, None, None, None]

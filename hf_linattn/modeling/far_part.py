@@ -198,7 +198,14 @@ class FarSums(FarPart):
     """A far part that answers with sums."""
 
     def reader(
-        self, key: Tensor, value: Tensor, rows: Rows, window: int, chunks: list[tuple[int, int]], scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Rows,
+        window: int,
+        chunks: list[tuple[int, int]],
+        scale: float,
     ) -> Any:
         """Encoders: an object that has `start()` and `read(index of a chunk, queries, carry, alone)`."""
         raise NotImplementedError

@@ -65,15 +65,23 @@ class PerformerFarPart(FarSums):
         self.modules = {"feature_map": self.feature_map}
 
     def reader(
-        self, key: Tensor, value: Tensor, rows: Rows, window: int, chunks: list[tuple[int, int]], scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Rows,
+        window: int,
+        chunks: list[tuple[int, int]],
+        scale: float,
     ) -> Any:
+        feature_map = self.feature_map.of_rows(query, key, rows, scale)
         valid = rows.far_tokens[:, None, :, None]
         tokens = max(window, 1)
 
         def sums_of(begin: int, end: int) -> tuple[Tensor, Tensor]:
             """S, z and their shift: of a chunk without a window, and of each of its blocks with one."""
             part = slice(begin * tokens, min(end * tokens, rows.length))
-            features = bounded_features(self.feature_map, key[:, :, part], "key", scale=scale)
+            features = bounded_features(feature_map, key[:, :, part], "key", scale=scale)
             value_and_one = with_one(value[:, :, part])
             # nothing is padded, and no token is global: no mask
             all_valid = rows.lengths is None and part.start >= rows.first and end * tokens <= rows.length
@@ -87,8 +95,8 @@ class PerformerFarPart(FarSums):
 
         parts = (recomputed(sums_of, rows.length, *chunk) for chunk in chunks)
         if not window:
-            return _TotalReader(self.feature_map, reduce(lambda sums, more: add(*sums, *more), parts), scale)
-        return _BlockReader(self.feature_map, SumsByBlock(list(parts)), window, scale)
+            return _TotalReader(feature_map, reduce(lambda sums, more: add(*sums, *more), parts), scale)
+        return _BlockReader(feature_map, SumsByBlock(list(parts)), window, scale)
 
     # decoders
 
@@ -127,6 +135,17 @@ class PerformerFarPart(FarSums):
             *state,
         )
         return part, tuple(after)
+
+
+class CausalPerformerFarPart(PerformerFarPart):
+    """The same in a decoder."""
+
+    def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
+        if config.init == "row_moments":
+            raise ValueError(
+                "init='row_moments' cannot be causal: the moments of a document are known when it ends. Use moments."
+            )
+        super().__init__(config, num_heads=num_heads, head_dim=head_dim, seed=seed)
 
 
 class _TotalReader:

@@ -10,14 +10,16 @@ Sources: Choromanski et al. 2021, "Rethinking Attention with Performers" (arXiv:
 
 import math
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .far_part import Rows
 from .merge import LOG2_E
+from .moments import Moments, Side, match_row, neutral_moments, side_of
 
 # relu features may all be zero: the constant of the authors' code keeps every key visible
 _RELU_EPSILON = 1e-3
@@ -85,70 +87,17 @@ def _square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
-def hyperbolic_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
-    """exp(+-w.x - |x|^2 / 2) / sqrt(2 m), two per direction (Lemma 1, the hyperbolic cosine estimator).
+def moment_matched_features(x: Tensor, side: Side, scale: float = 1.0, relative: bool = False) -> Features:
+    """Positive features of little variance for queries and keys of some moments: an unbiased estimate of exp(q.k).
 
-    relative: leave out what does not depend on the direction.
+    (OPRF, Likhosherstov et al. 2022, arXiv:2205.15317, with one tilt for all coordinates; DERF, Likhosherstov et al.
+    2023, arXiv:2302.00787, with matrices; see `moments`.) Arguments else as in `positive_features`.
     """
-    return positive_features(x, torch.cat((directions, -directions), dim=-2), scale, relative)
-
-
-class Moments(NamedTuple):
-    """What features are matched to, per head, in the space of x = q sqrt(scale) and y = k sqrt(scale).
-
-    With nu the mean of x: exp(x.y) = exp(nu.y) exp((x - nu).y) = exp(nu.y) exp((A (x - nu)).(B y)), where A^T B = 1.
-
-    mean: nu, (heads, dim).
-    query_transform, key_transform: A and B, (heads, dim, dim).
-    tilt: a, (heads, dim), below 1 / 8: how far directions are weighted towards short ones.
-    """
-
-    mean: Tensor
-    query_transform: Tensor
-    key_transform: Tensor
-    tilt: Tensor
-
-
-def _neutral_moments(num_heads: int, head_dim: int) -> Moments:
-    """Those with which the features are FAVOR+'s."""
-    identity = torch.eye(head_dim).repeat(num_heads, 1, 1)
-    return Moments(torch.zeros(num_heads, head_dim), identity, identity.clone(), torch.zeros(num_heads, head_dim))
-
-
-def _matched(directions: Tensor, moments: Moments, side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """D (heads, m, dim), c (heads, 1, m) and T of features exp(D.x + c - |T (x - nu)|^2 / 2), nu for queries only."""
-    mean, query_transform, key_transform, tilt = (x.to(directions.dtype) for x in moments)
-    transform = query_transform if side == "query" else key_transform
-    weighted = (directions * (1 - 4 * tilt).sqrt().unsqueeze(-2)) @ transform
-    constant = directions.square() @ tilt.unsqueeze(-1) + (1 - 4 * tilt).log().sum(-1)[:, None, None] / 4
-    if side == "query":
-        constant = constant - weighted @ mean.unsqueeze(-1)
-    else:
-        weighted = weighted + mean.unsqueeze(-2)
-    return weighted, constant.transpose(-1, -2), transform
-
-
-def moment_matched_features(
-    x: Tensor, directions: Tensor, moments: Moments, side: str, scale: float = 1.0, relative: bool = False
-) -> Features:
-    """Positive features of little variance for queries and keys of these moments: an unbiased estimate of exp(q.k).
-
-    With z = A (x - nu) or B y, b = sqrt(1 - 4 a) and the factor exp(nu.y) of keys,
-
-        phi_m = exp(sum_l (a_l w_ml^2 + b_l w_ml z_l + log(1 - 4 a_l) / 4) - |z|^2 / 2) / sqrt(m)
-
-    (OPRF, Likhosherstov et al. 2022, arXiv:2205.15317, with one a for all coordinates; DERF, Likhosherstov et al. 2023,
-    arXiv:2302.00787, with matrices). Arguments else as in `positive_features`.
-    """
-    weighted, constant, transform = _matched(directions, moments, side)
     half_square = None
     if not relative:
-        z = x @ (transform * scale**0.5).transpose(-1, -2)
-        if side == "query":
-            # (heads, 1, dim)
-            z = z - (transform @ moments.mean.to(x.dtype).unsqueeze(-1)).transpose(-1, -2)
-        half_square = _square(z) / 2
-    return Features(_log2_positive(x, weighted, half_square, scale, constant), None)
+        z = x @ (side.transform.to(x.dtype) * scale**0.5).mT
+        half_square = _square(z if side.center is None else z - side.center.to(x.dtype)) / 2
+    return Features(_log2_positive(x, side.directions.to(x.dtype), half_square, scale, side.offset.to(x.dtype)), None)
 
 
 def trigonometric_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
@@ -183,11 +132,12 @@ class FeatureMap(nn.Module):
         num_features: length m of phi.
         orthogonal: orthogonal or independent directions.
         seed: seed of the layer's directions, drawn per head.
-        init: "random", or "moments" for a map that can be matched to the moments of queries and keys (`set_moments`).
+        init: "random", or, for a map that can be matched to the moments of queries and keys, "moments" (`set_moments`)
+            or "row_moments" (`of_rows`).
 
     Attributes:
         signed: features can be negative, so that an estimated mass can come out as zero or below.
-        matches_moments: there is an `init="moments"`.
+        inits: which there are.
         features_per_direction: how many features share one direction.
         num_directions: how many directions there are per head.
 
@@ -196,7 +146,7 @@ class FeatureMap(nn.Module):
     """
 
     signed: ClassVar[bool] = False
-    matches_moments: ClassVar[bool] = False
+    inits: ClassVar[tuple[str, ...]] = ("random",)
     features_per_direction: ClassVar[int] = 1
 
     def __init__(
@@ -210,8 +160,10 @@ class FeatureMap(nn.Module):
         init: str = "random",
     ) -> None:
         super().__init__()
-        if init != "random" and not self.matches_moments:
-            raise ValueError(f"init={init!r} must be 'random' for {type(self).__name__}.")
+        if init not in self.inits:
+            raise ValueError(
+                f"init={init!r} is not one of {', '.join(map(repr, self.inits))} for {type(self).__name__}."
+            )
         if num_features % self.features_per_direction:
             raise ValueError(
                 f"num_features={num_features} must be a multiple of {self.features_per_direction} for "
@@ -247,9 +199,13 @@ class FeatureMap(nn.Module):
     def redraw(self) -> None:
         """Draw the random directions anew, where there are any."""
 
-    def set_moments(self, moments: "Moments") -> None:
+    def set_moments(self, moments: Moments) -> None:
         """Match the features to queries and keys of these moments, with `init="moments"`."""
         raise NotImplementedError
+
+    def of_rows(self, query: Tensor, key: Tensor, rows: Rows, scale: float) -> Any:
+        """The map for queries and keys (batch, heads, length, dim) of these rows, called as this one is."""
+        return self
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         """Features of queries or keys x (batch, heads, length, head_dim), float32.
@@ -281,14 +237,14 @@ class RandomFeatureMap(FeatureMap):
         # how often the directions were drawn anew: recorded, so that a resumed run draws the same ones
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
         if self.init == "moments":
-            for name, tensor in _neutral_moments(self.num_heads, self.head_dim)._asdict().items():
+            for name, tensor in neutral_moments(self.num_heads, self.head_dim)._asdict().items():
                 self.register_buffer(name, torch.empty_like(tensor))
 
     def set_tensors(self) -> None:
         init.copy_(self.directions, self.draw())
         init.zeros_(self.draws)
         if self.init == "moments":
-            for name, tensor in _neutral_moments(self.num_heads, self.head_dim)._asdict().items():
+            for name, tensor in neutral_moments(self.num_heads, self.head_dim)._asdict().items():
                 init.copy_(getattr(self, name), tensor)
 
     @torch.no_grad()
@@ -298,8 +254,8 @@ class RandomFeatureMap(FeatureMap):
 
     @property
     def moments(self) -> Moments | None:
-        """What the map was matched to; None with `init="random"`."""
-        if self.init == "random":
+        """What the map was matched to; None but with `init="moments"`."""
+        if self.init != "moments":
             return None
         return Moments(self.mean, self.query_transform, self.key_transform, self.tilt)
 
@@ -313,25 +269,43 @@ class RandomFeatureMap(FeatureMap):
 class PositiveMap(RandomFeatureMap):
     """FAVOR+: see `positive_features`, and `moment_matched_features`."""
 
-    matches_moments = True
+    inits = ("random", "moments", "row_moments")
+
+    def all_directions(self) -> Tensor:
+        """One for each feature, (heads, num_features, head_dim)."""
+        return self.directions
+
+    def of_rows(self, query: Tensor, key: Tensor, rows: Rows, scale: float) -> Any:
+        if self.init != "row_moments":
+            return self
+        return _RowMap(match_row(query, key, rows, scale, self.all_directions()))
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        directions = self.all_directions().to(x.dtype)
         if self.moments is not None:
-            return moment_matched_features(x, self.directions.to(x.dtype), self.moments, side, scale, relative)
-        return positive_features(x, self.directions.to(x.dtype), scale, relative)
+            return moment_matched_features(x, side_of(directions, self.moments, side), scale, relative)
+        return positive_features(x, directions, scale, relative)
 
 
-class HyperbolicMap(RandomFeatureMap):
-    """See `hyperbolic_features`, and `moment_matched_features`."""
+class HyperbolicMap(PositiveMap):
+    """exp(+-w.x - |x|^2 / 2) / sqrt(2 m), two per direction (Lemma 1, the hyperbolic cosine estimator)."""
 
-    matches_moments = True
     features_per_direction = 2
 
-    def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
-        if self.moments is not None:
-            directions = torch.cat((self.directions, -self.directions), dim=-2).to(x.dtype)
-            return moment_matched_features(x, directions, self.moments, side, scale, relative)
-        return hyperbolic_features(x, self.directions.to(x.dtype), scale, relative)
+    def all_directions(self) -> Tensor:
+        return torch.cat((self.directions, -self.directions), dim=-2)
+
+
+class _RowMap:
+    """Features that are matched to the queries and keys of some rows."""
+
+    signed = False
+
+    def __init__(self, sides: dict[str, Side]) -> None:
+        self.sides = sides
+
+    def __call__(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
+        return moment_matched_features(x, self.sides[side], scale, relative)
 
 
 class TrigonometricMap(RandomFeatureMap):
@@ -362,7 +336,7 @@ class LearnedMap(FeatureMap):
     """Starts as `PositiveMap`; then trains, per head and apart for queries and keys, the directions, an offset per
     feature and the weight of |x|^2, or, with `init="moments"`, the matrix T of |T x|^2."""
 
-    matches_moments = True
+    inits = ("random", "moments")
 
     def make_tensors(self) -> None:
         for side in ("query", "key"):
@@ -377,7 +351,7 @@ class LearnedMap(FeatureMap):
 
     def set_tensors(self) -> None:
         # both sides start with the same draw: only then is phi(q) . phi(k) an estimate of exp(q.k)
-        for name, tensor in self._start(_neutral_moments(self.num_heads, self.head_dim)).items():
+        for name, tensor in self._start(neutral_moments(self.num_heads, self.head_dim)).items():
             init.copy_(getattr(self, name), tensor)
 
     @torch.no_grad()
@@ -389,12 +363,11 @@ class LearnedMap(FeatureMap):
         """Values of the parameters with which the features are those of `moment_matched_features`."""
         values: dict[str, Tensor] = {}
         for side in ("query", "key"):
-            directions, offset, transform = _matched(self.draw(), moments, side)
-            if side == "query":
-                # |T (x - mean)|^2 / 2, written out for the trained form, which has |T x|^2 / 2
-                shifted = transform @ moments.mean.unsqueeze(-1)
-                directions = directions + (transform.transpose(-1, -2) @ shifted).transpose(-1, -2)
-                offset = offset - shifted.square().sum(-2, keepdim=True) / 2
+            directions, offset, transform, center = side_of(self.draw(), moments, side)
+            if center is not None:
+                # |T x - t|^2 / 2, written out for the trained form, which has |T x|^2 / 2
+                directions = directions + center @ transform
+                offset = offset - center.square().sum(-1, keepdim=True) / 2
             values |= {f"{side}_directions": directions, f"{side}_offset": offset}
             if self.init == "moments":
                 values[f"{side}_transform"] = transform

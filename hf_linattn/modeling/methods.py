@@ -8,7 +8,7 @@ from .configuration_linattn import AttentionConfig, LinformerConfig, PerformerCo
 from .far_clusters import CausalClusterFarPart, ClusterFarPart
 from .far_linformer import CausalLinformerFarPart, LinformerFarPart
 from .far_part import FarPart
-from .far_performer import PerformerFarPart
+from .far_performer import CausalPerformerFarPart, PerformerFarPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,6 @@ METHODS: dict[str, Method] = {
         paper="Choromanski et al. 2021, arXiv:2009.14794",
         config=PerformerConfig,
         encoder=PerformerFarPart,
-        decoder=PerformerFarPart,
+        decoder=CausalPerformerFarPart,
     ),
 }

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import far_clusters
-from .blocks import after_end
+from .blocks import after_end, spaced_positions
 from .causal_projections import CausalProjection
-from .far_clusters import CausalClusterFarPart, ClusterFarPart, metric_positions, spread_mass
-from .far_part import Settings
+from .far_clusters import CausalClusterFarPart, ClusterFarPart, spread_mass
+from .far_part import Rows, Settings
 from .feature_maps import FeatureMap
 from .feature_sums import SIGNED_MASS_FLOOR, expand
 from .linear_attention import LinearAttention
@@ -196,10 +196,11 @@ def cluster_attention(
 
 def _metric(query: Tensor, valid_lengths: Tensor) -> Tensor:
     """E[q q^T] over some of the valid queries of each row: (batch, heads, dim, dim)."""
+    chosen = spaced_positions(valid_lengths, far_clusters.METRIC_QUERIES)
     moments = []
-    for row, positions, valid in zip(query, *_each_row(metric_positions(valid_lengths), len(query)), strict=True):
-        chosen = row[:, positions[valid]]
-        moments.append(chosen.transpose(-1, -2) @ chosen / valid.sum().clamp_min(1))
+    for row, positions, valid in zip(query, *_each_row(chosen, len(query)), strict=True):
+        queries = row[:, positions[valid]]
+        moments.append(queries.transpose(-1, -2) @ queries / valid.sum().clamp_min(1))
     return torch.stack(moments)
 
 
@@ -226,6 +227,7 @@ def performer_attention(
     window_size, global_tokens, near, far, scale = settings[:5]
     length = query.shape[2]
     query, key = query * scale**0.5, key * scale**0.5
+    feature_map = feature_map.of_rows(query, key, Rows(lengths, length, global_tokens, query.device), 1.0)
     query_features, key_features = feature_map(query, "query"), feature_map(key, "key")
     phi_query = expand(query_features, query.new_zeros(()))
     phi_key = expand(key_features, key.new_zeros(()))

@@ -27,7 +27,8 @@ def attention_text(settings: dict[str, Any]) -> str:
         parts.append(f"Linformer k={settings['projection_length']} ({start})")
     else:
         start = {"learned": "trainable, starts as FAVOR+"}.get(settings["feature_map"], settings["feature_map"])
-        start += ", matched to moments" if settings.get("init") == "moments" else ""
+        matched = {"moments": ", matched to moments", "row_moments": ", matched to each document"}
+        start += matched.get(settings.get("init", "random"), "")
         parts.append(f"Performer m={settings['num_features']} ({start})")
     if settings["layers"] is not None:
         parts.append(f"layers {', '.join(map(str, settings['layers']))}")

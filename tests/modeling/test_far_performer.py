@@ -82,6 +82,9 @@ class FixedFeatures(torch.nn.Module):
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         return Features(x.log2(), None) if self.in_exponent else Features(torch.zeros_like(x[..., :1]), x)
 
+    def of_rows(self, *_: Any) -> "FixedFeatures":
+        return self
+
 
 def fixed_far_part(in_exponent: bool) -> PerformerFarPart:
     far = PerformerFarPart(PerformerConfig(num_features=2), num_heads=1, head_dim=2, seed=0)

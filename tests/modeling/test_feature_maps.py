@@ -11,7 +11,6 @@ from hf_linattn.modeling.feature_maps import (
     FeatureMap,
     Features,
     RandomFeatureMap,
-    hyperbolic_features,
     positive_features,
     random_directions,
     trigonometric_features,
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.core
 
 ESTIMATORS = {
     "positive": positive_features,
-    "hyperbolic": hyperbolic_features,
+    "hyperbolic": lambda x, directions: positive_features(x, torch.cat((directions, -directions), dim=-2)),
     "trigonometric": trigonometric_features,
 }
 # 99.99 % of a normal distribution

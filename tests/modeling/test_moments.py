@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from hf_linattn import PerformerConfig
-from hf_linattn.conversion.moments import match_moments
+from hf_linattn.modeling.far_part import Rows
 from hf_linattn.modeling.feature_maps import (
     FEATURE_MAPS,
     FeatureMap,
-    Moments,
     moment_matched_features,
     positive_features,
     random_directions,
 )
+from hf_linattn.modeling.moments import Moments, match_moments, match_row, side_of
 
 from ..helpers import linear_attention, qkv, softmax_attention, with_moments
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core
 
 DIM, SCALE = 3, 0.5
 #: names of the maps that can be matched
-MATCHED = [name for name, kind in FEATURE_MAPS.items() if kind.matches_moments]
+MATCHED = [name for name, kind in FEATURE_MAPS.items() if "moments" in kind.inits]
 ALL_MATCHED = pytest.mark.parametrize("feature_map", MATCHED)
 BOTH_SIDES = pytest.mark.parametrize("side", ["query", "key"])
 
@@ -76,7 +76,7 @@ def draws(count: int, num_features: int, make_features: Any, query: Tensor, key:
 
 def matched(moments: Moments, directions: Tensor, x: Tensor, side: str) -> Any:
     moments = Moments(*(tensor.double() for tensor in moments))
-    return moment_matched_features(x, directions, moments, side, SCALE)
+    return moment_matched_features(x, side_of(directions, moments, side), SCALE)
 
 
 def favor(directions: Tensor, x: Tensor, side: str) -> Any:
@@ -228,7 +228,75 @@ def test_redrawing_keeps_the_moments() -> None:
 
 @pytest.mark.parametrize("feature_map", [name for name in FEATURE_MAPS if name not in MATCHED])
 def test_moments_of_a_map_that_has_none_are_refused(feature_map: str) -> None:
-    with pytest.raises(ValueError, match=f"init='moments' must be 'random' for {FEATURE_MAPS[feature_map].__name__}"):
+    with pytest.raises(ValueError, match=f"not one of 'random' for {FEATURE_MAPS[feature_map].__name__}"):
         make_map(feature_map)
-    with pytest.raises(ValueError, match=f"init='moments' must be 'random' for feature_map='{feature_map}'"):
+    with pytest.raises(ValueError, match=f"init='moments' is not one of 'random' for feature_map='{feature_map}'"):
         PerformerConfig(feature_map=feature_map, init="moments")
+
+
+# moments of each row
+
+
+def row_map(feature_map: str, num_features: int = 8) -> FeatureMap:
+    return make_map(feature_map, init="row_moments", num_features=num_features)
+
+
+def rows_of(tokens: int, lengths: Tensor | None = None) -> Rows:
+    return Rows(lengths, tokens, 0, torch.device("cpu"))
+
+
+def test_the_transforms_of_a_row_balance_its_queries_and_keys() -> None:
+    """A^T B = 1, and A (x - nu) and B y have one second moment: what calibration on the row gives, but for a turn."""
+    query, key = (x.double().unsqueeze(0) for x in gaussians())
+    directions = make_map("positive").draw().double()
+    sides = match_row(query, key, rows_of(400), SCALE, directions)
+    to_query, to_key = sides["query"].transform[0], sides["key"].transform[0]
+    torch.testing.assert_close(to_query.mT @ to_key, torch.eye(DIM).double().expand(2, -1, -1), rtol=1e-6, atol=1e-6)
+    x, y = query[0] * SCALE**0.5, key[0] * SCALE**0.5
+    z, w = (x - x.mean(1, keepdim=True)) @ to_query.mT, y @ to_key.mT
+    second = z.mT @ z / 400
+    torch.testing.assert_close(second, w.mT @ w / 400, rtol=2e-3, atol=2e-3)
+    calibrated = match_moments(query[0] * SCALE**0.5, key[0] * SCALE**0.5)
+    deviations = (calibrated.query_transform.double() @ (x - x.mean(1, keepdim=True)).mT).square().mean(-1)
+    torch.testing.assert_close(torch.linalg.eigvalsh(second), deviations.sort(-1).values, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("feature_map", ["positive", "hyperbolic"])
+def test_features_of_a_row_are_an_unbiased_estimate_of_less_variance(feature_map: str) -> None:
+    query, key = (x[:, :6] for x in gaussians())
+    exact = (query.double() * key.double() * SCALE).sum(-1).exp()
+    found: dict[str, list[Tensor]] = {"row_moments": [], "random": []}
+    for init, estimates_of in found.items():
+        for seed in range(400):
+            chosen = make_map(feature_map, init=init, num_features=16, seed=seed)
+            of_rows = chosen.of_rows(query[None], key[None], rows_of(6), SCALE)
+            estimates_of.append(estimates(lambda x, side, f=of_rows: f(x, side, SCALE), query, key))
+    matched_draws, plain = (torch.stack(x) for x in found.values())
+    error = (matched_draws.mean(0) - exact).abs() / (matched_draws.std(0) / len(matched_draws) ** 0.5)
+    assert error.max() < 4.5
+    assert ((matched_draws / exact - 1).square().mean() < 0.7 * (plain / exact - 1).square().mean()).item()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 700])
+def test_a_row_alone_is_the_row_in_a_batch(tokens: int) -> None:
+    """However few tokens it has, and however much padding."""
+    layer = linear_attention(PerformerConfig(num_features=16, init="row_moments"))
+    query, key, value = qkv(800, scale=2.0)
+    out = layer(query, key, value, torch.tensor([tokens, 0]))
+    assert out.isfinite().all()
+    alone = layer(*(x[:1, :, :tokens] for x in (query, key, value)))
+    torch.testing.assert_close(out[:1, :, :tokens], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_change_of_the_last_bit_changes_little() -> None:
+    """Nothing depends on the sign or the order of eigenvectors; keys that are one direction, over and over, too."""
+    layer = linear_attention(PerformerConfig(num_features=16, init="row_moments"))
+    query, key, value = qkv(60)
+    for keys in (key, key[..., :1].expand_as(key), torch.ones_like(key)):
+        out = layer(query, keys, value)
+        torch.testing.assert_close(layer(query, keys * (1 + 1e-6), value), out, rtol=1e-3, atol=1e-3)
+
+
+def test_a_decoder_has_no_moments_of_rows() -> None:
+    with pytest.raises(ValueError, match="init='row_moments' cannot be causal"):
+        linear_attention(PerformerConfig(num_features=16, init="row_moments"), causal=True)
