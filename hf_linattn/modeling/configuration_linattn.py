@@ -5,6 +5,7 @@ JSON. `LinformerConfig` and `PerformerConfig` are what people write and what the
 """
 
 import dataclasses
+import importlib
 import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -351,6 +352,13 @@ class LinAttnConfig(PreTrainedConfig):
 
     # a field and not an `__init__`: Transformers makes a dataclass, with an `__init__` of its own, of every config
     linattn: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "LinAttnConfig":
+        # model classes are made, and registered, once there is a config to make a model of; where this file came with a
+        # checkpoint, the auto classes find the other files by themselves
+        if __package__ == "hf_linattn.modeling":
+            importlib.import_module(".modeling_linattn", __package__)
+        return super().__new__(cls)
 
     @property
     def attention(self) -> AttentionConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoModel, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from .architectures import ARCHITECTURES, Architecture
@@ -391,5 +391,9 @@ for _architecture in ARCHITECTURES.values():
         _made[_name] = _model_class(getattr(transformers, _name), _architecture, "AutoModelForPreTraining")
     for _class in _made.values():
         setattr(sys.modules[__name__], _class.__name__, _class)
-    # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is asked to
-    AutoModel.register(CONFIG_CLASSES[_architecture.model_type], MODEL_CLASSES["AutoModel"][_architecture.model_type])
+    # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is registered too
+    for _auto, _by_type in MODEL_CLASSES.items():
+        if _architecture.model_type in _by_type:
+            getattr(modeling_auto, _auto).register(
+                CONFIG_CLASSES[_architecture.model_type], _by_type[_architecture.model_type]
+            )
