@@ -232,7 +232,9 @@ def _resolve(
     except OSError as error:
         if Path(model_id).exists():
             raise
-        raise FileNotFoundError(f"{model_id!r} is no folder, and no Hub id that can be reached: {error}") from error
+        # what follows is advice about the network
+        reason = str(error).split("\n", 1)[0]
+        raise FileNotFoundError(f"{model_id!r} is no folder, and no Hub id that can be reached: {reason}") from error
     # what names the place to load from was used for the config, and is needed for the weights as well
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
     rest |= {key: kwargs[key] for key in kept if key in kwargs}

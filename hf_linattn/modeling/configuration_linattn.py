@@ -272,7 +272,9 @@ class LayerwiseConfig(AttentionConfig):
         name = type(self).__name__
         if not isinstance(self.by_layer, dict) or not self.by_layer:
             raise ValueError(
-                f"{name}: by_layer={self.by_layer!r} must be a dict that gives the settings of at least one layer."
+                f"{name}: by_layer={self.by_layer!r} must be a dict that gives the settings of at least one layer. "
+                "Softmax in all layers is no conversion; hf_linattn.conversion.positions.extend_positions gives a base "
+                "model more positions."
             )
         # JSON has strings for keys, and dicts for settings
         try:
