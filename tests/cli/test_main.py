@@ -12,7 +12,7 @@ from transformers import AutoModel
 from hf_linattn import LinformerConfig, PerformerConfig, convert
 from hf_linattn.cli.main import COMMANDS, main
 
-from ..helpers import tiny_model
+from ..helpers import save_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,6 +131,27 @@ def test_a_hub_id_that_cannot_be_reached_is_one_line(
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-linattn:")]
     assert told and told[-1].startswith("hf-linattn: 'nobody/nothing' is no folder, and no Hub id that can be reached")
     assert capsys.readouterr().err.count("offline mode") == 0
+
+
+@pytest.mark.parametrize("command", ["convert", "adapt", "evaluate", "analyze"])
+def test_a_file_of_another_encoding_is_named_by_its_line(
+    command: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, output = tmp_path / "texts.jsonl", str(tmp_path / "output")
+    texts.write_bytes('{"text": "w5 w6"}\n{"text": "café"}\n'.encode("latin-1"))
+    save_tokenizer(checkpoint)
+    if command == "adapt":
+        options = ["--method", "linformer", "--projection", "mean"]
+        assert main(["convert", str(checkpoint), *options, "--output", str(tmp_path / "converted")]) == 0
+    model = str(tmp_path / "converted" if command == "adapt" else checkpoint)
+    options = {
+        "convert": ["--method", "linformer", "--calibration-dataset"],
+        "adapt": ["--transfer-steps", "1", "--distil-steps", "1", "--dataset"],
+        "evaluate": ["--task", "embeddings", "--lengths", "16", "--dataset"],
+        "analyze": ["--texts"],
+    }[command]
+    assert main([command, model, "--output", output, *options, str(texts)]) == 1
+    assert f"hf-linattn: '{texts}', line 2: byte 0xe9 is no UTF-8" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("call", [["-m", "hf_linattn.cli"], ["scripts/convert.py"]])
