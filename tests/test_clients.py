@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, pipeline
 
@@ -256,3 +256,11 @@ def test_a_folder_loads_with_weights_in_int8(tmp_path: Path) -> None:
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
     loaded.save_pretrained(tmp_path / "int8")
     assert torch.equal(outputs_of(AutoModel.from_pretrained(tmp_path / "int8"), inputs), found)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_prefix_tuning_of_a_decoder_is_refused_by_its_name(family: str) -> None:
+    model = converted_model(CONFIG, family, "AutoModelForCausalLM")
+    tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match=r"holds 3 tokens.*prefix tuning"):
+        tuned(input_ids=tokens(8), attention_mask=torch.ones(1, 8))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..data.tokenizers import tokenizer_of
+from ..data.tokenizers import check_vocabulary, tokenizer_of
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import (
     CONFIG_CLASSES,
@@ -108,6 +108,10 @@ def convert(
             str(model_or_id), auto_class, from_pretrained_kwargs
         )
         converted_config(base_config, config, max_length)
+        places = {
+            k: v for k, v in from_pretrained_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")
+        }
+        check_vocabulary(str(model_or_id), base_config.vocab_size, **places)
         try:
             base = base_class.from_pretrained(str(model_or_id), config=base_config, **from_pretrained_kwargs)
         except SafetensorError as error:

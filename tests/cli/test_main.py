@@ -146,7 +146,7 @@ def test_a_file_of_another_encoding_is_named_by_its_line(
     model = str(tmp_path / "converted" if command == "adapt" else checkpoint)
     options = {
         "convert": ["--method", "linformer", "--calibration-dataset"],
-        "adapt": ["--transfer-steps", "1", "--distil-steps", "1", "--dataset"],
+        "adapt": ["--transfer-steps", "1", "--distil-steps", "1", "--sequence-length", "16", "--dataset"],
         "evaluate": ["--task", "embeddings", "--lengths", "16", "--dataset"],
         "analyze": ["--texts"],
     }[command]

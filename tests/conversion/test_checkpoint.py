@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, GenerationConfig
+from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 import hf_linattn.conversion.checkpoint as checkpoint_module
 from hf_linattn import PerformerConfig, convert_checkpoint
 
-from ..helpers import inputs_for, outputs_of, save_tokenizer, tiny_model
+from ..helpers import VOCABULARY, inputs_for, outputs_of, save_tokenizer, tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -59,6 +59,23 @@ def test_a_checkpoint_without_tokenizer_is_converted_with_a_warning(tmp_path: Pa
     convert_checkpoint(tmp_path / "base", tmp_path / "out", CONFIG)
     assert "config.json" in listing(tmp_path / "out")
     assert "tokenizer.json" not in listing(tmp_path / "out")
+
+
+def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    tiny_model(vocab_size=VOCABULARY - 3).save_pretrained(checkpoint)
+    with pytest.raises(ValueError, match=r"token 'w97' the id 97, and the model's vocab_size=97 allows 0 to 96: it is"):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_added_token_that_the_model_does_not_know_is_warned_of(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(checkpoint)
+    convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    assert f"'<new>' the id {VOCABULARY}, and the model's vocab_size={VOCABULARY}" in caplog.text
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
