@@ -1,5 +1,6 @@
 """`convert_checkpoint`: complete folders or none."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -91,6 +92,72 @@ def test_what_fails_leaves_nothing_behind(
     with pytest.raises(error, match="in the middle"):
         convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
     assert listing(tmp_path) == before
+
+
+_LIMITED = """
+import resource, sys
+from hf_linattn import LinAttnPreTrainedModel
+from hf_linattn.cli.main import main
+save = LinAttnPreTrainedModel.save_pretrained
+def limit():
+    # what a full disk is
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+def limited(model, *arguments, **options):
+    if sys.argv[1] == "weights":
+        limit()
+    save(model, *arguments, **options)
+    limit()
+LinAttnPreTrainedModel.save_pretrained = limited
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("full_for", ["weights", "tokenizer"])
+def test_a_full_disk_names_the_output_folder(checkpoint: Path, tmp_path: Path, full_for: str) -> None:
+    before, output = listing(tmp_path), str(tmp_path / "out")
+    call = ["convert", str(checkpoint), "--method", "performer", "--output", output]
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, full_for, *call], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    told = f"hf-linattn: output_dir='{output}': the disk is full; make room, or write somewhere else."
+    assert done.stderr.splitlines()[-1].endswith(told) and "Traceback" not in done.stderr
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_for_the_generation_config(
+    checkpoint: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(number, "full", "generation_config.json")
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", full)
+    with pytest.raises(OSError, match=r"output_dir='.*out': the disk is full"):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+
+
+def test_only_a_folder_that_was_filled_meanwhile_is_another_process(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoint_module._put_in_place
+
+    def put(*arguments: object) -> None:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "other").touch()
+        original(*arguments)
+
+    monkeypatch.setattr(checkpoint_module, "_put_in_place", put)
+    with pytest.raises(FileExistsError, match="written by another process"):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    monkeypatch.setattr(checkpoint_module, "_put_in_place", original)
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError, match="not here"):
+        convert_checkpoint(checkpoint, tmp_path / "another", CONFIG)
 
 
 def test_what_fails_leaves_the_old_folder_alone(
