@@ -127,12 +127,16 @@ def _softmax_attention(
         position = torch.arange(seen, device=key.device)
         earlier = position <= position[seen - length :, None]
         mask, causal = earlier if mask is None else mask & earlier, False
+    nothing = None
     if mask is not None:
-        # a query without any key looks at all of them: finite, and nobody reads it
-        mask = mask | ~mask.any(-1, keepdim=True)
-    return F.scaled_dot_product_attention(
+        # a query without any key looks at all of them, which is finite, and its output is dropped: a decoder reads it
+        # in cross-attention to a row of padding
+        nothing = ~mask.any(-1, keepdim=True)
+        mask = mask | nothing
+    out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
     )
+    return out if nothing is None else out.masked_fill(nothing, 0.0)
 
 
 def _linear_attention(
