@@ -144,7 +144,8 @@ def _spaced_positions(rows: Rows, count: int) -> Tensor:
 def _second_moment(query: Tensor, rows: Rows) -> Tensor:
     """E[q q^T] over the valid queries (batch, heads, length, dim) of each row: (batch, heads, dim, dim), float32."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    size = chunk_size(query.device)
+    # of a trace, which has one chunk, as many as there are
+    size = rows.length if torch.jit.is_tracing() else chunk_size(query.device)
     moment = query.new_zeros(*query.shape[:2], query.shape[-1], query.shape[-1], dtype=dtype)
     position = torch.arange(rows.length, device=rows.device)
     valid = (position < rows.valid_lengths[:, None])[:, None, :, None]
