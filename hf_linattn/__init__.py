@@ -1,18 +1,15 @@
 """Linear-time attention (Linformer, Performer) for pretrained BERT- and GPT-2-family checkpoints."""
 
-from transformers import AutoConfig
-from transformers.models.auto import modeling_auto
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from .conversion.checkpoint import convert_checkpoint
-from .conversion.convert import convert
-from .modeling.configuration_linattn import (
-    CONFIG_CLASSES,
-    AttentionConfig,
-    LayerwiseConfig,
-    LinformerConfig,
-    PerformerConfig,
-)
-from .modeling.modeling_linattn import MODEL_CLASSES, LinAttnPreTrainedModel
+from .registration import register
+
+if TYPE_CHECKING:
+    from .conversion.checkpoint import convert_checkpoint
+    from .conversion.convert import convert
+    from .modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, LinformerConfig, PerformerConfig
+    from .modeling.modeling_linattn import LinAttnPreTrainedModel
 
 __version__ = "0.1.0"
 
@@ -26,8 +23,26 @@ __all__ = [
     "convert_checkpoint",
 ]
 
-for _config_class in CONFIG_CLASSES.values():
-    AutoConfig.register(_config_class.model_type, _config_class)
-for _auto_class, _by_family in MODEL_CLASSES.items():
-    for _model_type, _model_class in _by_family.items():
-        getattr(modeling_auto, _auto_class).register(CONFIG_CLASSES[_model_type], _model_class)
+# where each name comes from: imported when it is asked for, since it takes torch and seconds
+_MODULES = {
+    **dict.fromkeys(
+        ("AttentionConfig", "LayerwiseConfig", "LinformerConfig", "PerformerConfig"), "modeling.configuration_linattn"
+    ),
+    "LinAttnPreTrainedModel": "modeling.modeling_linattn",
+    "convert": "conversion.convert",
+    "convert_checkpoint": "conversion.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register()

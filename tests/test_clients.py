@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, pipeline
 
@@ -14,6 +14,7 @@ from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, conver
 
 from .helpers import (
     POSITIONS,
+    PURE,
     config_id,
     converted_model,
     inputs_for,
@@ -256,3 +257,64 @@ def test_a_folder_loads_with_weights_in_int8(tmp_path: Path) -> None:
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
     loaded.save_pretrained(tmp_path / "int8")
     assert torch.equal(outputs_of(AutoModel.from_pretrained(tmp_path / "int8"), inputs), found)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_prefix_tuning_of_a_decoder_is_refused_by_its_name(family: str) -> None:
+    model = converted_model(CONFIG, family, "AutoModelForCausalLM")
+    tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match=r"holds 3 tokens.*prefix tuning"):
+        tuned(input_ids=tokens(8), attention_mask=torch.ones(1, 8))
+
+
+class _States(nn.Module):
+    """A model's hidden states, as a function of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        options = {} if "bert" in self.model.config.model_type else {"use_cache": False}
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **options)[0]
+
+
+def _padded(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0
+    return tokens(length, batch=2, seed=length), mask
+
+
+# 512 tokens are one chunk of work
+@torch.no_grad()
+@pytest.mark.parametrize("traced", [24, 700])
+@pytest.mark.parametrize("config", [c for c in PURE if getattr(c, "init", "random") == "random"], ids=config_id)
+def test_a_traced_encoder_is_right_at_other_lengths(config: AttentionConfig, traced: int) -> None:
+    model = _States(converted_model(config, max_length=2048))
+    graph = torch.jit.trace(model, _padded(traced), strict=False, check_trace=False)
+    for length in (24, 9, 700, 1100):
+        inputs = _padded(length)
+        valid = inputs[1].bool()
+        # signed features cancel
+        tolerance = 1e-3 if getattr(config, "feature_map", "") == "trigonometric" else 2e-5
+        torch.testing.assert_close(graph(*inputs)[valid], model(*inputs)[valid], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "reason"),
+    [
+        (CONFIG, "bert", "how many blocks window_size=4 makes"),
+        (PerformerConfig(num_features=16, window_size=4), "bert", "how many blocks window_size=4 makes"),
+        (PerformerConfig(num_features=16, window_size=4, layers=[1]), "bert", "how many blocks window_size=4 makes"),
+        (PerformerConfig(num_features=16, exact_length=16), "bert", "which rows exact_length=16 makes exact"),
+        (LinformerConfig(projection_length=8), "gpt2", "how a decoder cuts a text into blocks"),
+        (PerformerConfig(num_features=16), "llama", "how a decoder cuts a text into blocks"),
+    ],
+    ids=config_id,
+)
+def test_a_trace_that_would_be_wrong_at_other_lengths_is_refused(
+    config: AttentionConfig, family: str, reason: str
+) -> None:
+    model = _States(converted_model(config, family))
+    with pytest.raises(ValueError, match=rf"torch\.jit\.trace would fix {reason}.*Use torch\.compile"):
+        torch.jit.trace(model, _padded(24), strict=False, check_trace=False)

@@ -1,7 +1,6 @@
 """One adaptation from start to end: its stages in turn, its checkpoints, and the folder that comes out of it."""
 
 import contextlib
-import errno
 import json
 import math
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data.documents import DataConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
-from ..utils.files import write_text
+from ..utils.files import is_full, write_text
 from ..utils.lock import only_one
 from . import checkpoints
 from .checkpoints import Progress, StageCheckpoints
@@ -36,9 +34,6 @@ from .stage_data import StageData
 from .stages import Stage, make_stage
 from .student import checkpoint_gradients, fresh_student
 from .teacher import softmax_teacher
-
-# Errors of a disk that is full, of a quota, and of a limit to the size of files.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.get_logger(__name__)
 
@@ -125,10 +120,8 @@ def _full_disk(training: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        # safetensors has the number in its text only
-        numbers = [error.errno] if isinstance(error, OSError) else [n for n in _FULL if f"os error {n})" in str(error)]
-        if not set(numbers) & set(_FULL):
+    except Exception as error:
+        if not is_full(error):
             raise
         kept = "no checkpoint has been written yet"
         if checkpoints.find(training / checkpoints.LAST) is not None:

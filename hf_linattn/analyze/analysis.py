@@ -151,6 +151,7 @@ def analyze(
     *,
     candidates: Mapping[str, AttentionConfig] | None = None,
     tokenizer: Any = None,
+    operations: float | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Analysis:
     """Look at every attention layer of a softmax checkpoint, and try settings in each, without training.
@@ -164,17 +165,22 @@ def analyze(
         config: default: `AnalyzeConfig()`.
         candidates: name -> settings to try. Default: `CANDIDATES`, or of a decoder `DECODER_CANDIDATES`.
         tokenizer: for a loaded model. Default: the checkpoint's.
+        operations: a budget that `suggest` will be given. Operations are counted, and one that no candidate keeps to
+            is refused before the documents are read.
         from_pretrained_kwargs: for an id or folder, passed on to `from_pretrained`.
 
     Raises:
-        ValueError: the architecture is not supported, or no text is left.
+        ValueError: the architecture is not supported, no text is left, or `operations` cannot be had.
     """
     config = AnalyzeConfig() if config is None else config
     base, documents = _prepared(model, texts, config, tokenizer, from_pretrained_kwargs)
     candidates = candidates_for(base.config.model_type) if candidates is None else candidates
     training = base.training
     try:
-        return _Analyzer(base.eval(), documents, config, candidates).run()
+        analyzer = _Analyzer(base.eval(), documents, config, candidates)
+        if operations is not None:
+            analyzer.check_operations(operations)
+        return analyzer.run()
     finally:
         base.train(training)
 
@@ -394,6 +400,39 @@ class _Analyzer(SwappedModel):
             rest=rest,
         )
 
+    def check_operations(self, limit: float) -> None:
+        """Whether some candidates take at most this part of softmax's operations.
+
+        Raises:
+            ValueError: none does; the message tells the least.
+        """
+        softmax, candidates, rest = self._operations()
+        name = min(candidates, key=lambda name: candidates[name])
+        least = (rest + self.layers * candidates[name]) / (rest + self.layers * softmax)
+        if least > limit:
+            raise ValueError(
+                f"operations={limit} cannot be had at {self.length:,} tokens: the candidate with the fewest, {name!r}, "
+                f"takes {least:.3f} of softmax's operations in all layers. Give at least that, longer documents "
+                "(length), or other candidates."
+            )
+
+    def _operations(self) -> tuple[float, dict[str, float], float]:
+        """Of one softmax layer, of one layer of each candidate, and of all that is not attention."""
+        reference: Any = self.converted[next(iter(self.converted))]
+        candidates = {
+            name: linear_flops(converted.attention, converted, self.length)
+            for name, converted in self.converted.items()
+        }
+        with torch.no_grad():
+            rest = linear_layers_operations(self.base.base_model, self._forward)
+        return softmax_flops(reference, self.length), candidates, rest
+
+    def _forward(self) -> Any:
+        """The model without its head on the longest document."""
+        ids = torch.tensor([max(self.documents, key=len)], device=self.base.device)
+        body: Any = self.base.base_model
+        return body(ids, **({"use_cache": False} if self.causal else {}))
+
     def _costs(self, shape: tuple[int, ...]) -> tuple[Cost, dict[str, Cost], Cost]:
         device = self.base.device
         generator = torch.Generator("cpu").manual_seed(self.config.seed)
@@ -401,21 +440,16 @@ class _Analyzer(SwappedModel):
             torch.randn((1, shape[1], self.length, shape[3]), generator=generator).to(device, self.base.dtype)
             for _ in range(3)
         )
-        reference: Any = self.converted[next(iter(self.converted))]
+        of_softmax, of_candidates, of_rest = self._operations()
         exact = SoftmaxAttention(is_causal=self.causal)
-        softmax = measure(lambda: exact(query, key, value, None), device, softmax_flops(reference, self.length))
+        softmax = measure(lambda: exact(query, key, value, None), device, of_softmax)
         costs = {}
         for name, modules in self.modules.items():
             module = modules[0]
-            operations = linear_flops(self.converted[name].attention, self.converted[name], self.length)
-            costs[name] = measure(partial(module, query, key, value), device, operations)
-        ids = torch.tensor([max(self.documents, key=len)], device=device)
-        body: Any = self.base.base_model
-        options = {"use_cache": False} if self.causal else {}
-        operations = linear_layers_operations(body, lambda: body(ids, **options))
-        whole = measure(lambda: body(ids, **options), device, operations)
+            costs[name] = measure(partial(module, query, key, value), device, of_candidates[name])
+        whole = measure(self._forward, device, of_rest)
         # what the layers' attention takes of the whole is known from its own measurement
-        rest = Cost(time=max(whole.time - self.layers * softmax.time, 0.0), memory=0.0, operations=operations)
+        rest = Cost(time=max(whole.time - self.layers * softmax.time, 0.0), memory=0.0, operations=of_rest)
         return softmax, costs, rest
 
 

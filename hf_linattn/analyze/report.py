@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..utils.figures import files_text, has_matplotlib
 from ..utils.files import write_text
 from ..utils.labels import attention_text
 from ..utils.machine import machine, machine_text
@@ -32,12 +33,15 @@ def write_report(
     write_text(folder / "analysis.json", json.dumps(analysis.to_dict()) + "\n")
     if suggestion is not None:
         write_text(folder / "suggestion.json", json.dumps(suggestion.to_dict(), indent=1) + "\n")
-    try:
-        plots = draw_plots(analysis, folder, suggestion)
-    except ImportError:
-        plots = []
+    plots = draw_plots(analysis, folder, suggestion) if has_matplotlib() else []
     write_text(folder / "report.md", markdown(analysis, suggestion, plots, command=command))
     return folder / "report.md"
+
+
+def written_text(folder: str | Path, suggestion: Suggestion | None) -> str:
+    """What `write_report` has written, in one line."""
+    data = "analysis.json" if suggestion is None else "analysis.json, suggestion.json"
+    return files_text(folder, data, plots=has_matplotlib())
 
 
 def markdown(analysis: Analysis, suggestion: Suggestion | None, plots: list[Path], *, command: str = "") -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,8 @@ def suggest(
             layers is the best choice.
     """
     budgets = {"time": time, "memory": memory, "operations": operations}
+    check_wanted({**budgets, "fidelity": fidelity})
     given = {name: value for name, value in budgets.items() if value is not None}
-    if not given and fidelity is None:
-        raise ValueError("Give a budget (time, memory or operations) or a wanted fidelity.")
-    for name, value in {**given, **({} if fidelity is None else {"fidelity": fidelity})}.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ValueError(f"{name}={value!r} must be a number above 0.")
-    if time is not None and operations is not None:
-        raise ValueError(f"time={time} and operations={operations}: give one of them.")
     unit = "operations" if operations is not None else "time"
     choices = [
         name for name in _costs(analysis, "memory") if memory is None or relative(analysis, [name], "memory") <= memory
@@ -134,6 +128,22 @@ def suggest(
             )
         names = min(reached, key=lambda names: relative(analysis, names, unit))
     return dataclasses.replace(described(analysis, names), expected_loss=measured[names], measured=True)
+
+
+def check_wanted(wanted: Mapping[str, float | None]) -> None:
+    """Whether `suggest` takes these budgets and this fidelity, as far as that can be told without an analysis.
+
+    Raises:
+        ValueError: nothing is wanted, two things that exclude each other, or no number above 0.
+    """
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if not given:
+        raise ValueError("Give a budget (time, memory or operations) or a wanted fidelity.")
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"{name}={value!r} must be a number above 0.")
+    if "time" in given and "operations" in given:
+        raise ValueError(f"time={given['time']} and operations={given['operations']}: give one of them.")
 
 
 def _promising(

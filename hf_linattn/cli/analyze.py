@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from ..analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, Check, analyze, suggest
 from ..analyze.config import candidates_for
-from ..analyze.report import layer_table, suggestion_text, write_report
-from ..analyze.suggest import BUDGETS
+from ..analyze.report import layer_table, suggestion_text, write_report, written_text
+from ..analyze.suggest import BUDGETS, check_wanted
 from ..data.documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig
 from ..utils.labels import checkpoint_name
@@ -69,13 +69,17 @@ def run(given: dict[str, Any]) -> None:
     name, check = checkpoint_name(model), None
     wanted = {unit: getattr(options, unit) for unit in (*BUDGETS, "fidelity")}
     suggesting = any(value is not None for value in wanted.values())
+    if suggesting:
+        check_wanted(wanted)
     if options.texts is not None:
         candidates = _chosen(options.candidates, AutoConfig.from_pretrained(model).model_type)
         documents = load_documents(DataConfig(dataset=options.texts, **selection))
         texts = [document.text for document in documents.documents]
         earlier = _earlier(kept)
         same = earlier is not None and (earlier.model, earlier.config, earlier.names) == (name, config, [*candidates])
-        analysis = earlier if same and earlier else analyze(model, texts, config, candidates=candidates)
+        analysis = earlier if same and earlier else None
+        if analysis is None:
+            analysis = analyze(model, texts, config, candidates=candidates, operations=options.operations)
         if suggesting:
             # kept also where nothing can be suggested
             write_report(analysis, options.output, command=command)
@@ -90,9 +94,9 @@ def run(given: dict[str, Any]) -> None:
     else:
         raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
     suggestion = suggest(analysis, **wanted, check=check) if suggesting else None
-    path = write_report(analysis, options.output, suggestion=suggestion, command=command)
+    write_report(analysis, options.output, suggestion=suggestion, command=command)
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
-    print(f"\nWritten: {path}, analysis.json and plots.")
+    print(f"\n{written_text(options.output, suggestion)}")
 
 
 def _earlier(path: Path) -> Analysis | None:

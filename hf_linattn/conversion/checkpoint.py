@@ -1,5 +1,6 @@
 """From a checkpoint's folder or Hub id to a folder that holds all that a converted model's repository has."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from ..data.tokenizers import load_tokenizer
 from ..modeling.architectures import MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from ..utils.files import room_in
 from .checkpoint_files import SENTENCE_FILES, sentence_module_folders
 from .convert import convert
 
@@ -47,6 +49,7 @@ def convert_checkpoint(
     Raises:
         FileExistsError: `output_dir` has something in it that may not be replaced.
         TypeError: `model_id` is a loaded model.
+        OSError: the disk is full.
         ValueError: as `convert`, or `output_dir` is or contains the folder to convert.
     """
     if not isinstance(model_id, (str, Path)):
@@ -58,17 +61,18 @@ def convert_checkpoint(
     target = Path(output_dir).resolve()
     _check_target(Path(model_id), str(output_dir), target, overwrite)
     model = convert(model_id, config, **convert_kwargs)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # beside the target, so that the last step is a rename within one file system
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        hub_kwargs = {k: v for k, v in convert_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
-        save_checkpoint(model, model_id, unfinished, **hub_kwargs)
-        unfinished.chmod(0o755)
-        _put_in_place(unfinished, target, overwrite)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with room_in(output_dir, "output_dir"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # beside the target, so that the last step is a rename within one file system
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            places = {k: v for k, v in convert_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
+            save_checkpoint(model, model_id, unfinished, **places)
+            unfinished.chmod(0o755)
+            _put_in_place(unfinished, target, overwrite)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
     return model
 
 
@@ -122,7 +126,7 @@ def _put_in_place(folder: Path, target: Path, overwrite: bool) -> None:
     except BaseException as error:
         if aside.exists() and not target.exists():
             aside.rename(target)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(f"output_dir={str(target)!r} was written by another process meanwhile.") from error
         raise
     shutil.rmtree(aside, ignore_errors=True)
@@ -146,9 +150,10 @@ def _save_tokenizer(model_id: str | Path, folder: Path, max_length: int, hub_kwa
 
 def _save_generation_config(model_id: str | Path, folder: Path, hub_kwargs: dict[str, Any]) -> None:
     try:
-        GenerationConfig.from_pretrained(str(model_id), **hub_kwargs).save_pretrained(folder)
+        config = GenerationConfig.from_pretrained(str(model_id), **hub_kwargs)
     except OSError:
         return  # encoders have none
+    config.save_pretrained(folder)
 
 
 def _save_sentence_modules(model_id: str | Path, folder: Path, max_length: int, hub_kwargs: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..data.tokenizers import tokenizer_of
+from ..data.tokenizers import check_vocabulary, tokenizer_of
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import (
     CONFIG_CLASSES,
@@ -108,6 +108,10 @@ def convert(
             str(model_or_id), auto_class, from_pretrained_kwargs
         )
         converted_config(base_config, config, max_length)
+        places = {
+            k: v for k, v in from_pretrained_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")
+        }
+        check_vocabulary(str(model_or_id), base_config.vocab_size, **places)
         try:
             base = base_class.from_pretrained(str(model_or_id), config=base_config, **from_pretrained_kwargs)
         except SafetensorError as error:
@@ -232,7 +236,9 @@ def _resolve(
     except OSError as error:
         if Path(model_id).exists():
             raise
-        raise FileNotFoundError(f"{model_id!r} is no folder, and no Hub id that can be reached: {error}") from error
+        # what follows is advice about the network
+        reason = str(error).split("\n", 1)[0]
+        raise FileNotFoundError(f"{model_id!r} is no folder, and no Hub id that can be reached: {reason}") from error
     # what names the place to load from was used for the config, and is needed for the weights as well
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
     rest |= {key: kwargs[key] for key in kept if key in kwargs}

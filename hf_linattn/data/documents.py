@@ -10,11 +10,17 @@ from typing import Any
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub.errors import OfflineModeIsEnabled
+from pandas.errors import EmptyDataError
+from pyarrow import ArrowInvalid
 
+from .faults import ending_of, fault_of, place_of
 from .presets import PRESETS
 
 #: The name of the help texts of Python itself, documents that every machine has.
 TOPICS = "topics"
+
+# what datasets raises where a file is damaged, at once or, of a stream, as it is read
+_CANNOT_BE_READ = (DatasetGenerationError, UnicodeDecodeError, ArrowInvalid, EmptyDataError)
 
 # file name ending, without .gz -> name of the loader in `datasets`
 _LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
@@ -142,9 +148,17 @@ def load_rows(config: DataConfig, columns: Sequence[str] = ()) -> Dataset | Iter
     Raises:
         FileNotFoundError: there is no such file or folder, or it holds no data file.
         ConnectionError: it is a Hub id, and the Hub cannot be reached.
-        ValueError: the split or a column that is asked for does not exist; the message lists those that do.
+        ValueError: the split or a column that is asked for does not exist (the message lists those that do), there are
+            no rows, or a file cannot be read (the message names its line).
     """
     config = config.resolved()
+    try:
+        return _load_rows(config, columns)
+    except _CANNOT_BE_READ as error:
+        raise _unreadable(config, error) from error
+
+
+def _load_rows(config: DataConfig, columns: Sequence[str]) -> Dataset | IterableDataset:
     if config.dataset == TOPICS:
         if config.split is not None:
             raise ValueError(f"split={config.split!r}: {TOPICS} has no splits.")
@@ -156,6 +170,8 @@ def load_rows(config: DataConfig, columns: Sequence[str] = ()) -> Dataset | Iter
         name for name in (config.label_column, config.group_column, config.id_column, config.split_column) if name
     ]
     present = rows.column_names or list(next(iter(rows), {}))
+    if not present:
+        raise ValueError(f"{config.dataset!r} has no rows.")
     if missing := [name for name in wanted if name not in present]:
         raise ValueError(
             f"{config.dataset}: there is no column {', '.join(map(repr, missing))}; there are "
@@ -223,7 +239,7 @@ def _read(config: DataConfig) -> Iterator[tuple[Document | None, list[str]]]:
     """Each row's document, or None for one without text, and the classes that the row names."""
     rows = load_rows(config)
     names = _class_names((rows.features or {}).get(config.label_column))
-    for index, row in enumerate(rows):
+    for index, row in enumerate(_readable(rows, config)):
         text = _text(row[config.text_column], config, index)
         if not text.strip():
             yield None, []
@@ -241,6 +257,22 @@ def _read(config: DataConfig) -> Iterator[tuple[Document | None, list[str]]]:
         yield document, classes
 
 
+def _readable(rows: Any, config: DataConfig) -> Iterator[dict[str, Any]]:
+    """The rows; a stream is read here."""
+    try:
+        yield from rows
+    except _CANNOT_BE_READ as error:
+        raise _unreadable(config, error) from error
+
+
+def _unreadable(config: DataConfig, error: Exception) -> ValueError:
+    path = Path(config.dataset).expanduser()
+    for file in _files(path) if path.exists() else []:
+        if fault := fault_of(Path(file)):
+            return ValueError(fault)
+    return ValueError(f"{config.dataset!r} cannot be read: {error.__cause__ or error}")
+
+
 def _text(value: Any, config: DataConfig, index: int) -> str:
     """The text of a row; parts, such as paragraphs, are joined by line breaks, and none is an empty text."""
     if value is None:
@@ -250,8 +282,8 @@ def _text(value: Any, config: DataConfig, index: int) -> str:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "\n".join(value)
     raise ValueError(
-        f"text_column={config.text_column!r}: row {index} holds {type(value).__name__} {str(value)[:60]!r}; it must "
-        "be a text or a list of texts."
+        f"{place_of(Path(config.dataset).expanduser(), index)}: text_column={config.text_column!r} holds "
+        f"{type(value).__name__} {str(value)[:60]!r}; it must be a text or a list of texts."
     )
 
 
@@ -275,8 +307,9 @@ def _label(classes: list[str], config: DataConfig, index: int) -> str:
     if len(classes) != 1:
         found = f"the classes {', '.join(map(repr, classes))}" if classes else "no class"
         raise ValueError(
-            f"label_column={config.label_column!r}: row {index} has {found}; it must be one. Choose a column with one "
-            "class per document, or with label_value a class that documents have or have not."
+            f"{place_of(Path(config.dataset).expanduser(), index)}: label_column={config.label_column!r} has {found}; "
+            "it must be one. Choose a column with one class per document, or with label_value a class that documents "
+            "have or have not."
         )
     return classes[0]
 
@@ -336,8 +369,13 @@ def _load(config: DataConfig) -> Dataset | IterableDataset:
         raise FileNotFoundError(
             f"{config.dataset!r} is no file or folder here, and no dataset on the Hub that can be read: {error}"
         ) from error
-    except DatasetGenerationError as error:
-        raise ValueError(f"{config.dataset!r} cannot be read: {error.__cause__ or error}") from error
+    except _CANNOT_BE_READ:
+        raise
+    except ValueError as error:
+        # what datasets makes of rows without any column
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{config.dataset!r} has no rows.") from error
+        raise ValueError(f"{config.dataset!r}: {error}") from error
     except StopIteration as error:
         # what datasets makes of an empty file
         raise ValueError(f"{config.dataset!r} has no rows.") from error
@@ -356,20 +394,16 @@ def _files(path: Path) -> list[str]:
         return [str(path)]
     if not path.exists():
         raise FileNotFoundError(f"There is no file or folder {str(path)!r}.")
-    files = sorted(str(file) for file in path.iterdir() if _ending(file) in _LOADERS)
+    files = sorted(str(file) for file in path.iterdir() if ending_of(file) in _LOADERS)
     if not files:
         raise FileNotFoundError(f"The folder {str(path)!r} holds no file of {', '.join(_LOADERS)}.")
-    if len({_LOADERS[_ending(Path(file))] for file in files}) > 1:
+    if len({_LOADERS[ending_of(Path(file))] for file in files}) > 1:
         raise ValueError(f"The folder {str(path)!r} holds files of several kinds; name one.")
     return files
 
 
 def _loader(path: Path) -> str:
     first = Path(_files(path)[0])
-    if _ending(first) not in _LOADERS:
+    if ending_of(first) not in _LOADERS:
         raise ValueError(f"{str(first)!r} is not one of {', '.join(_LOADERS)} (each also with .gz).")
-    return _LOADERS[_ending(first)]
-
-
-def _ending(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return _LOADERS[ending_of(first)]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 
 def load_tokenizer(model_id: str | Path, **hub_kwargs: Any) -> Any:
@@ -18,6 +19,32 @@ def load_tokenizer(model_id: str | Path, **hub_kwargs: Any) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise OSError(f"No tokenizer was found with {str(model_id)!r}: what Transformers makes up knows no words.")
     return tokenizer
+
+
+def check_vocabulary(source: str | Path, vocab_size: int, **hub_kwargs: Any) -> None:
+    """Whether a model knows all words of the tokenizer that lies beside it, where one does.
+
+    Tokens that were added later may be missing in the model, as is common for padding, and are warned of.
+
+    Raises:
+        ValueError: the tokenizer is another model's.
+    """
+    try:
+        tokenizer = load_tokenizer(source, **hub_kwargs)
+    except (OSError, ValueError):
+        return
+    added = tokenizer.get_added_vocab()
+    beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
+    if not beyond:
+        return
+    index, token = next(((index, token) for index, token in beyond if token not in added), beyond[0])
+    told = (
+        f"The tokenizer of {str(source)!r} gives its token {token!r} the id {index}, and the model's "
+        f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}"
+    )
+    if token not in added:
+        raise ValueError(f"{told}: it is another model's.")
+    logging.get_logger(__name__).warning(f"{told}: texts must not hold it.")
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:

@@ -1,6 +1,5 @@
 """The pictures of a report. Matplotlib is optional: `pip install hf-linattn[plots]`."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,6 @@ def draw_plots(report: dict[str, Any], folder: Path) -> list[Path]:
     if report["fidelity"]:
         paths.append(_fidelity(report, styles, folder / "fidelity.png"))
     return paths
-
-
-def has_matplotlib() -> bool:
-    """Whether plots can be drawn."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def slug(name: str) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ..utils.figures import files_text, has_matplotlib
 from ..utils.files import write_text
 from ..utils.labels import attention_text, checkpoint_name
 from ..utils.machine import machine_text
 from ..utils.markdown import interval_text, table
 from .models import EXTENDED, TRUNCATED
-from .plots import draw_plots, has_matplotlib, slug
+from .plots import draw_plots, slug
 
 FORMAT_VERSION = 1
 _MIB = 1024 * 1024
@@ -101,9 +102,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 def written_text(folder: str | Path) -> str:
     """What `write_report` has written, in one line; without matplotlib, what installs it."""
-    if has_matplotlib():
-        return f"Written: {folder}/report.md, report.json and plots."
-    return f"Written: {folder}/report.md and report.json; for plots: pip install 'hf-linattn[plots]'."
+    return files_text(folder, "report.json", plots=has_matplotlib())
 
 
 def markdown(report: dict[str, Any], plots: Sequence[Path] = ()) -> str:

@@ -127,12 +127,16 @@ def _softmax_attention(
         position = torch.arange(seen, device=key.device)
         earlier = position <= position[seen - length :, None]
         mask, causal = earlier if mask is None else mask & earlier, False
+    nothing = None
     if mask is not None:
-        # a query without any key looks at all of them: finite, and nobody reads it
-        mask = mask | ~mask.any(-1, keepdim=True)
-    return F.scaled_dot_product_attention(
+        # a query without any key looks at all of them, which is finite, and its output is dropped: a decoder reads it
+        # in cross-attention to a row of padding
+        nothing = ~mask.any(-1, keepdim=True)
+        mask = mask | nothing
+    out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
     )
+    return out if nothing is None else out.masked_fill(nothing, 0.0)
 
 
 def _linear_attention(
@@ -150,6 +154,8 @@ def _linear_attention(
             f"{key.shape[2]} keys for {query.shape[2]} queries: a converted layer attends to the tokens that it is "
             "given, and to earlier ones through the state in a cache that the model itself made or prepared."
         )
+    if torch.jit.is_tracing() and not torch.compiler.is_compiling():
+        _check_trace(linear)
     # the methods choose their own precision, operation by operation
     with torch.autocast(device_type=query.device.type, enabled=False):
         key, value = key.to(query.dtype), value.to(query.dtype)
@@ -164,6 +170,28 @@ def _linear_attention(
         order = torch.zeros_like(rank).scatter(-1, rank, position)
         aligned = (_take(x, order) for x in (query, key, value))
         return _take(linear(*aligned, valid[:, -1], cache, scale=scaling), rank)
+
+
+def _check_trace(linear: Any) -> None:
+    """Whether a trace of a layer is right for inputs of other lengths than the traced one.
+
+    Raises:
+        ValueError: it is not; the message names the reason.
+    """
+    config = linear.config
+    if linear.causal:
+        reason = "how a decoder cuts a text into blocks"
+    elif config.window_size:
+        reason = f"how many blocks window_size={config.window_size} makes of a text"
+    elif config.exact_length:
+        reason = f"which rows exact_length={config.exact_length} makes exact"
+    else:
+        return
+    raise ValueError(
+        f"torch.jit.trace would fix {reason}, and fail or be wrong for texts of other lengths. Use torch.compile, or "
+        "torch.export and torch.onnx.export(..., dynamo=True); an encoder without window_size and exact_length can be "
+        "traced."
+    )
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

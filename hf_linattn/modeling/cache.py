@@ -20,6 +20,7 @@ class LinAttnCacheLayer(CacheLayerMixin):
     Attributes:
         state: what came so far; None before the first token.
         tokens: how many tokens came, padding included.
+        owner: which models can go on from the state.
     """
 
     is_sliding = False
@@ -30,6 +31,7 @@ class LinAttnCacheLayer(CacheLayerMixin):
         super().__init__()
         self.state: State | None = None
         self.tokens = 0
+        self.owner = ""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -95,11 +97,15 @@ def cache_layer(cache: Cache | None, module: nn.Module) -> LinAttnCacheLayer | N
     return cache.layers[module.layer_idx]  # type: ignore[index,return-value]
 
 
-def prepare_cache(cache: Cache, converted: Iterable[int]) -> None:
+def prepare_cache(cache: Cache, converted: Iterable[int], *, owner: str = "", rows: int | None = None) -> None:
     """Make the layers with these indices `LinAttnCacheLayer`s, where the cache is new.
 
+    Args:
+        owner: the model that reads and writes the states; those of another owner are refused.
+        rows: how many rows the new tokens have; states of another number are refused. None: any.
+
     Raises:
-        ValueError: the cache is not a `DynamicCache`, or holds the keys of another model.
+        ValueError: the cache is not a `DynamicCache`, or holds what the model cannot go on from.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
@@ -108,18 +114,36 @@ def prepare_cache(cache: Cache, converted: Iterable[int]) -> None:
             f"The cache is a {type(cache).__name__}; a converted model keeps a state of fixed size in a DynamicCache. "
             "Leave out cache_implementation."
         )
+    # softmax layers too: what another model keeps as a state has no keys for them
+    for index, kept in enumerate(cache.layers):
+        if isinstance(kept, LinAttnCacheLayer) and kept.state is not None:
+            _check_state(kept.state, kept.owner, index, owner, rows)
     for index in converted:
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
         layer: Any = cache.layers[index]
-        if isinstance(layer, LinAttnCacheLayer):
-            continue
-        if layer.is_initialized and layer.get_seq_length():
-            raise ValueError(
-                f"Layer {index} of the cache is a {type(layer).__name__} that holds {layer.get_seq_length()} tokens; a "
-                "converted model cannot go on from the cache of another model."
-            )
-        cache.layers[index] = LinAttnCacheLayer()
+        if not isinstance(layer, LinAttnCacheLayer):
+            if layer.is_initialized and layer.get_seq_length():
+                raise ValueError(
+                    f"Layer {index} of the cache is a {type(layer).__name__} that holds {layer.get_seq_length()} "
+                    "tokens; a converted model cannot go on from the cache of another model, or from the keys and "
+                    "values of prefix tuning."
+                )
+            layer = cache.layers[index] = LinAttnCacheLayer()
+        layer.owner = owner
+
+
+def _check_state(state: State, kept_by: str, index: int, owner: str, rows: int | None) -> None:
+    if kept_by != owner:
+        raise ValueError(
+            f"Layer {index} of the cache holds the state of {kept_by}; {owner} cannot go on from the cache of another "
+            "model. Give it a new one."
+        )
+    if rows is not None and len(state.seen) != rows:
+        raise ValueError(
+            f"The cache holds the state of {len(state.seen)} rows, and {rows} rows are given; they must be as many. "
+            "Repeat the rows of the cache by cache.batch_repeat_interleave, or give a new one."
+        )
 
 
 def tokens_seen(cache: Cache | None) -> int:

@@ -5,6 +5,7 @@ JSON. `LinformerConfig` and `PerformerConfig` are what people write and what the
 """
 
 import dataclasses
+import importlib
 import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -273,7 +274,9 @@ class LayerwiseConfig(AttentionConfig):
         name = type(self).__name__
         if not isinstance(self.by_layer, dict) or not self.by_layer:
             raise ValueError(
-                f"{name}: by_layer={self.by_layer!r} must be a dict that gives the settings of at least one layer."
+                f"{name}: by_layer={self.by_layer!r} must be a dict that gives the settings of at least one layer. "
+                "Softmax in all layers is no conversion; hf_linattn.conversion.positions.extend_positions gives a base "
+                "model more positions."
             )
         # JSON has strings for keys, and dicts for settings
         try:
@@ -353,6 +356,13 @@ class LinAttnConfig(PreTrainedConfig):
 
     # a field and not an `__init__`: Transformers makes a dataclass, with an `__init__` of its own, of every config
     linattn: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "LinAttnConfig":
+        # model classes are made, and registered, once there is a config to make a model of; where this file came with a
+        # checkpoint, the auto classes find the other files by themselves
+        if __package__ == "hf_linattn.modeling":
+            importlib.import_module(".modeling_linattn", __package__)
+        return super().__new__(cls)
 
     @property
     def attention(self) -> AttentionConfig:

@@ -5,6 +5,7 @@ made from Transformers' own list of heads, and are attributes of this module und
 """
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoModel, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from .architectures import ARCHITECTURES, Architecture
@@ -67,6 +68,7 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         body: Any = self.base_model.get_submodule(architecture.body)
         # indices of the layers whose state is kept in the cache
         body.linattn_layers = _converted_layers(config) if architecture.causal else ()
+        body.linattn_owner = _owner(config)
         parameters = list(inspect.signature(body.forward).parameters)
         # how the body calls its inputs, and its cache: past_key_values in older versions of Transformers
         body.linattn_inputs = parameters
@@ -151,6 +153,31 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         # every head of the architecture can be loaded from the folder, not only the one that was saved
         self.config.auto_map = auto_map(self.config.base_model_type)
         super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class LinAttnGeneration:
+    """What converted models that generate add; it stands first in their list of bases."""
+
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of Transformers.
+
+        Raises:
+            ValueError: the cache has seen as many tokens as the text has, or more.
+        """
+        text = kwargs.get("inputs_embeds")
+        text = kwargs.get("input_ids", inputs) if text is None else text
+        mask, cache = kwargs.get("attention_mask"), kwargs.get("cache", kwargs.get("past_key_values"))
+        seen = tokens_seen(cache)
+        # a wider mask says that only the new tokens are given
+        whole = text is not None and (mask is None or mask.shape[-1] == text.shape[1])
+        if seen and whole and text.shape[1] <= seen:
+            # Transformers would count the new tokens from the wrong end
+            raise ValueError(
+                f"The cache has seen {seen} tokens, and the text has {text.shape[1]}; it must be the whole text with "
+                "new tokens at its end. The state of linear attention cannot go back to an earlier token: give a new "
+                "cache, or a copy (copy.deepcopy) that was made before the cache was used."
+            )
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
 
 def check_config(config: LinAttnConfig) -> None:
@@ -247,6 +274,12 @@ def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Checks of the inputs that would otherwise fail deep inside, or not at all; the redraw in training; the cache."""
     config: Any = body.config
     layers, max_length = body.linattn_layers, config.linattn["max_length"]
+    # whoever sets the field itself is asked nothing by Transformers, and the converted layers would be softmax
+    if config._attn_implementation != ATTENTION_NAME:
+        raise ValueError(
+            f"config._attn_implementation={config._attn_implementation!r} would make the converted layers softmax; it "
+            f"must be {ATTENTION_NAME!r}. Leave out what sets it, or use the base model."
+        )
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
         raise ValueError(
             "output_attentions=True: linear attention forms no matrix of attention probabilities. Ask the base model."
@@ -268,15 +301,15 @@ def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if cache is None and use_cache and not checkpointing:
             cache = DynamicCache(config=config)
         if cache is not None:
-            prepare_cache(cache, layers)
+            shape = _shape(args, kwargs)
+            rows = None if shape is None else math.prod(shape[:-1])
+            prepare_cache(cache, layers, owner=body.linattn_owner, rows=rows)
             kwargs[keyword] = cache
             if not checkpointing:
                 # the layers pass it on to the attention function; with checkpointing they use no cache
                 kwargs[CACHE_KEYWORD] = cache
 
-    inputs = kwargs.get("input_ids", args[0] if args else None)
-    embeds = kwargs.get("inputs_embeds")
-    shape = inputs.shape if inputs is not None else embeds.shape[:-1] if embeds is not None else None
+    shape = _shape(args, kwargs)
     length = 0 if shape is None else shape[-1] + tokens_seen(cache)
     if length > max_length:
         raise ValueError(
@@ -288,6 +321,20 @@ def _before_forward(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if shape is not None and mask is not None and mask.ndim == 2 and mask.shape[-1] != length:
         raise ValueError(f"attention_mask has {mask.shape[-1]} columns for {length} tokens, the cached ones included.")
     return args, kwargs
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """(rows, tokens) of the inputs of a body, with more dimensions before them in some heads; None without any."""
+    inputs = kwargs.get("input_ids", args[0] if args else None)
+    embeds = kwargs.get("inputs_embeds")
+    return inputs.shape if inputs is not None else embeds.shape[:-1] if embeds is not None else None
+
+
+def _owner(config: LinAttnConfig) -> str:
+    """What a cache calls a model: its settings and sizes, without the switches of ablations."""
+    settings = {key: value for key, value in config.linattn.items() if key not in ("near", "far", "format_version")}
+    sizes = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads of {head_dim(config)}"
+    return f"a {config.base_model_type} of {sizes} with {settings}"
 
 
 def head_dim(config: Any) -> int:
@@ -307,7 +354,7 @@ def _model_class(
 ) -> type[LinAttnPreTrainedModel]:
     return type(
         f"LinAttn{base.__name__}",
-        (LinAttnPreTrainedModel, base),
+        (*((LinAttnGeneration,) if base.can_generate() else ()), LinAttnPreTrainedModel, base),
         {
             "__module__": __name__,
             "__doc__": f"`{base.__name__}` converted to linear attention.",
@@ -344,5 +391,9 @@ for _architecture in ARCHITECTURES.values():
         _made[_name] = _model_class(getattr(transformers, _name), _architecture, "AutoModelForPreTraining")
     for _class in _made.values():
         setattr(sys.modules[__name__], _class.__name__, _class)
-    # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is asked to
-    AutoModel.register(CONFIG_CLASSES[_architecture.model_type], MODEL_CLASSES["AutoModel"][_architecture.model_type])
+    # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is registered too
+    for _auto, _by_type in MODEL_CLASSES.items():
+        if _architecture.model_type in _by_type:
+            getattr(modeling_auto, _auto).register(
+                CONFIG_CLASSES[_architecture.model_type], _by_type[_architecture.model_type]
+            )

@@ -1,10 +1,23 @@
 """Figures of reports. Matplotlib is optional: `pip install hf-linattn[plots]`."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .files import replacing
+
+
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def files_text(folder: str | Path, data: str, *, plots: bool) -> str:
+    """What a report has written, in one line: report.md, a file of data, and plots or what installs what draws them."""
+    if plots:
+        return f"Written: {folder}/report.md, {data} and plots."
+    return f"Written: {folder}/report.md and {data}; for plots: pip install 'hf-linattn[plots]'."
 
 
 def error_bars(intervals: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:

@@ -1,10 +1,14 @@
 """Files and folders that are written whole or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# Errors of a disk that is full, of a quota, and of a limit to the size of files.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -27,6 +31,29 @@ def replacing(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(unfinished)
         else:
             unfinished.unlink(missing_ok=True)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error is that of a full disk."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    # safetensors and tokenizers have classes of their own, and the number in the text only
+    return any(f"os error {number})" in str(error) for number in _FULL)
+
+
+@contextmanager
+def room_in(folder: str | Path, field: str) -> Iterator[None]:
+    """Around writing into a folder: the error of a full disk names the folder, and not the file that was copied.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise OSError(f"{field}={str(folder)!r}: the disk is full; make room, or write somewhere else.") from error
 
 
 def write_text(path: str | Path, text: str) -> None:

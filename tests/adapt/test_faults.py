@@ -310,7 +310,7 @@ def test_streams_are_read_as_other_data_are(tmp_path: Path, folder: Path) -> Non
         tmp_path / "x.parquet"
     )
     config = DataConfig(dataset=str(tmp_path / "x.parquet"), label_column="kind", streaming=True)
-    with pytest.raises(ValueError, match="row 2 has no class"):
+    with pytest.raises(ValueError, match="row 2: label_column='kind' has no class"):
         list(Sequences(data=config, tokenizer=tokenizer, length=32, whole=True).pools())
 
 

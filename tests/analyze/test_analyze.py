@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ import torch.nn.functional as F
 from transformers import AutoModel
 
 from hf_linattn import LayerwiseConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, analyze
-from hf_linattn.analyze.analysis import tokenized
+from hf_linattn.analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, analyze, suggest
+from hf_linattn.analyze.analysis import SwappedModel, tokenized
 from hf_linattn.analyze.config import candidates_for
 from hf_linattn.analyze.cost import measure
-from hf_linattn.analyze.report import write_report
+from hf_linattn.analyze.report import write_report, written_text
 from hf_linattn.cli.main import main
 from hf_linattn.evaluate.fidelity import fidelity
 
@@ -131,8 +132,11 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
     options = ["--output", str(report), "--operations", "0.99"]
     common = ["--length", str(POSITIONS), "--documents", "2", "--spectrum-length", "16"]
     # what cannot be had costs a word, and not the analysis
-    assert main(["analyze", str(folder), "--texts", str(texts), *options[:2], "--operations", "0.01", *common]) == 1
-    assert "No choice has operations=0.01" in capsys.readouterr().err and (report / "analysis.json").exists()
+    assert main(["analyze", str(folder), "--texts", str(texts), *options[:2], "--memory", "0.01", *common]) == 1
+    assert (
+        "memory=0.01: the least that a candidate takes" in capsys.readouterr().err
+        and (report / "analysis.json").exists()
+    )
     assert main(["analyze", str(folder), "--texts", str(texts), *options, *common]) == 0
     assert "Measured in the whole model, without training" in capsys.readouterr().out
     # the analysis is kept, and another suggestion needs no documents
@@ -156,6 +160,53 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
         # where a window makes short rows exact, they are as long as the base reads
         settings["exact_length"] = POSITIONS if settings["window_size"] else 0
         assert module.config.to_dict() == settings
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (["--operations", "0.01"], r"operations=0.01 cannot be had at 48 tokens: .* '(.*)', takes 0\.\d+ of softmax's"),
+        (["--operations", "0.5", "--time", "0.5"], "time=0.5 and operations=0.5: give one of them"),
+        (["--fidelity", "-1"], "fidelity=-1.0 must be a number above 0"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_the_passes(
+    wanted: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SwappedModel, "outcome", lambda *arguments: pytest.fail("a pass was made"))
+    folder, texts = tmp_path / "base", tmp_path / "texts.jsonl"
+    _model("bert").save_pretrained(folder)
+    save_tokenizer(folder)
+    texts.write_text(json.dumps({"text": " ".join(["w5"] * 80)}) + "\n")
+    call = ["analyze", str(folder), "--texts", str(texts), "--length", "48", "--output", str(tmp_path / "report")]
+    assert main([*call, *wanted]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "report").exists()
+
+
+def test_the_least_that_is_told_can_be_had(tmp_path: Path) -> None:
+    arguments = (_model("bert"), TEXTS, CONFIG)
+    options = {"candidates": TRIED, "tokenizer": _Numbers()}
+    with pytest.raises(ValueError, match="cannot be had") as error:
+        analyze(*arguments, operations=0.01, **options)
+    name, least = re.search(r"the fewest, '(.*)', takes (\S+) of", str(error.value)).groups()
+    analysis = analyze(*arguments, operations=float(least) + 0.001, **options)
+    assert suggest(analysis, operations=float(least) + 0.001).names == (name,) * 2
+
+
+def test_without_matplotlib_no_plots_are_told_of(
+    found: tuple[str, Analysis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert written_text(tmp_path, None) == f"Written: {tmp_path}/report.md, analysis.json and plots."
+    monkeypatch.setattr("hf_linattn.analyze.report.has_matplotlib", lambda: False)
+    write_report(found[1], tmp_path)
+    assert not list(tmp_path.glob("*.png"))
+    told = f"Written: {tmp_path}/report.md and analysis.json; for plots: pip install 'hf-linattn[plots]'."
+    assert written_text(tmp_path, None) == told
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The command line: the options are those of the dataclasses, errors are one line, and what it did is printed."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,9 @@ import pytest
 from transformers import AutoModel
 
 from hf_linattn import LinformerConfig, PerformerConfig, convert
-from hf_linattn.cli.main import main
+from hf_linattn.cli.main import COMMANDS, main
 
-from ..helpers import tiny_model
+from ..helpers import save_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +69,89 @@ def test_a_choice_that_does_not_exist_lists_those_that_do(capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(["convert", "x", "--method", "performer", "--output", "y", "--feature-map", "cosine"])
     assert "trigonometric" in capsys.readouterr().err
+
+
+def test_the_command_alone_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["covert", "x"], "there is no command 'covert'; did you mean convert?"),
+        (["frobnicate"], "there is no command 'frobnicate': convert, analyze, evaluate, adapt, push"),
+        (["convert", "x", "--method", "linformer", "--output", "y", "--window", "8"], "no option --window; did you"),
+        (["convert", "x", "--methd", "linformer", "--output", "y"], "--methd; did you mean --method?"),
+        # which would be told to be missing
+        (["convert", "x", "--ouput=y"], "no option --ouput; did you mean --output?"),
+        (["evaluate", "x", "--window_size", "8"], "there is no option --window_size; hf-linattn evaluate --help"),
+        (["adapt", "x"], "hf-linattn adapt --help describes the options"),
+        (["convert", "x", "--output", "y", "--max-length", "long"], "argument --max-length: invalid int value: 'long'"),
+    ],
+)
+def test_a_mistyped_name_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    if "--window" in arguments:
+        assert "did you mean --window-size?" in error
+
+
+def test_an_interrupt_during_the_imports_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["convert", "x", "--method", "linformer", "--output", "y"]) == 130
+    assert capsys.readouterr().err == "hf-linattn: interrupted; nothing was written.\n"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ["convert", "{model}", "--method", "linformer", "--output", "out"],
+        ["adapt", "{model}", "--dataset", "{texts}", "--output", "out"],
+        ["evaluate", "{model}", "--task", "embeddings", "--dataset", "{texts}", "--output", "out"],
+        ["analyze", "{model}", "--texts", "{texts}", "--output", "out"],
+    ],
+    ids=lambda call: call[0],
+)
+def test_a_hub_id_that_cannot_be_reached_is_one_line(
+    call: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "w5"}\n')
+    names = {"model": "nobody/nothing", "texts": str(tmp_path / "texts.jsonl")}
+    assert main([argument.format(**names) for argument in call]) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-linattn:")]
+    assert told and told[-1].startswith("hf-linattn: 'nobody/nothing' is no folder, and no Hub id that can be reached")
+    assert capsys.readouterr().err.count("offline mode") == 0
+
+
+@pytest.mark.parametrize("command", ["convert", "adapt", "evaluate", "analyze"])
+def test_a_file_of_another_encoding_is_named_by_its_line(
+    command: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, output = tmp_path / "texts.jsonl", str(tmp_path / "output")
+    texts.write_bytes('{"text": "w5 w6"}\n{"text": "café"}\n'.encode("latin-1"))
+    save_tokenizer(checkpoint)
+    if command == "adapt":
+        options = ["--method", "linformer", "--projection", "mean"]
+        assert main(["convert", str(checkpoint), *options, "--output", str(tmp_path / "converted")]) == 0
+    model = str(tmp_path / "converted" if command == "adapt" else checkpoint)
+    options = {
+        "convert": ["--method", "linformer", "--calibration-dataset"],
+        "adapt": ["--transfer-steps", "1", "--distil-steps", "1", "--sequence-length", "16", "--dataset"],
+        "evaluate": ["--task", "embeddings", "--lengths", "16", "--dataset"],
+        "analyze": ["--texts"],
+    }[command]
+    assert main([command, model, "--output", output, *options, str(texts)]) == 1
+    assert f"hf-linattn: '{texts}', line 2: byte 0xe9 is no UTF-8" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("call", [["-m", "hf_linattn.cli"], ["scripts/convert.py"]])

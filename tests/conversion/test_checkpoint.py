@@ -1,5 +1,6 @@
 """`convert_checkpoint`: complete folders or none."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -7,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, GenerationConfig
+from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 import hf_linattn.conversion.checkpoint as checkpoint_module
 from hf_linattn import PerformerConfig, convert_checkpoint
 
-from ..helpers import inputs_for, outputs_of, save_tokenizer, tiny_model
+from ..helpers import VOCABULARY, inputs_for, outputs_of, save_tokenizer, tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -61,6 +62,23 @@ def test_a_checkpoint_without_tokenizer_is_converted_with_a_warning(tmp_path: Pa
     assert "tokenizer.json" not in listing(tmp_path / "out")
 
 
+def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    tiny_model(vocab_size=VOCABULARY - 3).save_pretrained(checkpoint)
+    with pytest.raises(ValueError, match=r"token 'w97' the id 97, and the model's vocab_size=97 allows 0 to 96: it is"):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_added_token_that_the_model_does_not_know_is_warned_of(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(checkpoint)
+    convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    assert f"'<new>' the id {VOCABULARY}, and the model's vocab_size={VOCABULARY}" in caplog.text
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", ["convert", "_save_tokenizer", "_save_generation_config"])
 def test_what_fails_leaves_nothing_behind(
@@ -74,6 +92,72 @@ def test_what_fails_leaves_nothing_behind(
     with pytest.raises(error, match="in the middle"):
         convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
     assert listing(tmp_path) == before
+
+
+_LIMITED = """
+import resource, sys
+from hf_linattn import LinAttnPreTrainedModel
+from hf_linattn.cli.main import main
+save = LinAttnPreTrainedModel.save_pretrained
+def limit():
+    # what a full disk is
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+def limited(model, *arguments, **options):
+    if sys.argv[1] == "weights":
+        limit()
+    save(model, *arguments, **options)
+    limit()
+LinAttnPreTrainedModel.save_pretrained = limited
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("full_for", ["weights", "tokenizer"])
+def test_a_full_disk_names_the_output_folder(checkpoint: Path, tmp_path: Path, full_for: str) -> None:
+    before, output = listing(tmp_path), str(tmp_path / "out")
+    call = ["convert", str(checkpoint), "--method", "performer", "--output", output]
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, full_for, *call], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    told = f"hf-linattn: output_dir='{output}': the disk is full; make room, or write somewhere else."
+    assert done.stderr.splitlines()[-1].endswith(told) and "Traceback" not in done.stderr
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_for_the_generation_config(
+    checkpoint: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(number, "full", "generation_config.json")
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", full)
+    with pytest.raises(OSError, match=r"output_dir='.*out': the disk is full"):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+
+
+def test_only_a_folder_that_was_filled_meanwhile_is_another_process(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoint_module._put_in_place
+
+    def put(*arguments: object) -> None:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "other").touch()
+        original(*arguments)
+
+    monkeypatch.setattr(checkpoint_module, "_put_in_place", put)
+    with pytest.raises(FileExistsError, match="written by another process"):
+        convert_checkpoint(checkpoint, tmp_path / "out", CONFIG)
+    monkeypatch.setattr(checkpoint_module, "_put_in_place", original)
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError, match="not here"):
+        convert_checkpoint(checkpoint, tmp_path / "another", CONFIG)
 
 
 def test_what_fails_leaves_the_old_folder_alone(

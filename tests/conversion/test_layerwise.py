@@ -101,7 +101,7 @@ def test_reports_and_cards_tell_the_layers_apart(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by_layer": {}}, "by_layer={} must be a dict"),
+        ({"by_layer": {}}, "by_layer={} must be a dict.*at least one layer.*extend_positions"),
         ({"by_layer": [FIRST]}, "must be a dict"),
         ({"by_layer": {0: dataclasses.replace(FIRST, max_length=32)}}, r"by_layer\[0\].max_length=32"),
         ({"by_layer": {"first": FIRST}}, "keys"),

@@ -198,6 +198,15 @@ def test_another_attention_implementation_is_refused(tmp_path: Path, implementat
             ask()
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", None])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_converted_layers_are_never_softmax_without_a_word(family: str, implementation: str | None) -> None:
+    model = converted_model(CONFIG, family)
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match=rf"_attn_implementation={implementation!r}.*softmax.*Leave out"):
+        model(tokens(8))
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

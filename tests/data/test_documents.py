@@ -111,8 +111,48 @@ def test_paths_without_data(name: str, message: str, tmp_path: Path) -> None:
 def test_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "half.jsonl"
     path.write_text('{"text": "whole"}\n{"text": "half')
-    with pytest.raises(ValueError, match=r"half\.jsonl' cannot be read"):
-        load_documents(DataConfig(dataset=str(path)))
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=r"half\.jsonl', line 2: '{\"text\": \"half' is no JSON"):
+            load_documents(DataConfig(dataset=str(path), streaming=streaming))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "one"}\n\n{"text": "café"}\n'.encode("latin-1"), "line 3: byte 0xe9 is no UTF-8; save"),
+        ("a.jsonl", '{"text": "one"}\n'.encode("utf-16"), "line 1: byte 0xff is no UTF-8"),
+        ("a.csv", "text\none\ncafé\n".encode("latin-1"), "line 3: byte 0xe9 is no UTF-8"),
+        ("a.txt", "one\ncafé\n".encode("latin-1"), "line 2: byte 0xe9 is no UTF-8"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "two"\n', 'line 2: \'{"text": "two"\' is no JSON'),
+        ("a.jsonl", b'{"text": "one"}\n{"text": 3}\n', "line 2: text_column='text' holds int '3'"),
+        ("a.jsonl", b'\n{"text": 3}\n', "line 2: text_column='text' holds int '3'"),
+        # blank lines and columns of several types are more than datasets reads
+        ("a.jsonl", b'{"text": "one"}\n\n{"text": 3}\n', "a.jsonl'"),
+        ("a.jsonl", b"", "a.jsonl' has no rows"),
+        ("a.jsonl", b"\n\n", "a.jsonl' has no rows"),
+        ("a.jsonl", b"{}\n{}\n", "a.jsonl' has no rows"),
+        ("a.csv", b"text\n", "a.csv' has no rows"),
+        ("a.csv", b"", "a.csv' cannot be read: No columns"),
+        ("a.jsonl", b'{"body": "one"}\n', "a.jsonl: there is no column 'text'; there are 'body'"),
+        ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "no document with text is left (2 without any)"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_wrong_is_named_by_its_line(
+    streaming: bool, name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    for dataset in (tmp_path / name, tmp_path):
+        with pytest.raises(ValueError) as error:
+            load_documents(DataConfig(dataset=str(dataset), streaming=streaming))
+        if dataset.is_file():
+            assert message in str(error.value)
+
+
+def test_a_mark_of_utf_8_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"text": "café"}\n'.encode("utf-8-sig"))
+    assert [d.text for d in load_documents(DataConfig(dataset=str(tmp_path / "a.jsonl")))] == ["café"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -145,7 +185,7 @@ def test_parts_of_a_text_are_joined(tmp_path: Path) -> None:
 
 def test_what_is_no_text(tmp_path: Path) -> None:
     path = _jsonl(tmp_path / "a.jsonl", [{"text": 3}])
-    with pytest.raises(ValueError, match="text_column='text': row 0 holds int '3'; it must be a text"):
+    with pytest.raises(ValueError, match=r"a\.jsonl', line 1: text_column='text' holds int '3'; it must be a text"):
         load_documents(DataConfig(dataset=path))
 
 
@@ -165,7 +205,9 @@ def test_documents_with_several_classes(tmp_path: Path) -> None:
     rows = [{"text": "x", "labels": [0, 1]}, {"text": "y", "labels": []}, {"text": "z", "labels": [1]}]
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
     options = {"dataset": str(tmp_path / "a.parquet"), "label_column": "labels"}
-    with pytest.raises(ValueError, match=r"row 0 has the classes '3', '6'; it must be one.*label_value"):
+    with pytest.raises(
+        ValueError, match=r"row 0: label_column='labels' has the classes '3', '6'; it must be one.*label_value"
+    ):
         load_documents(DataConfig(**options))
     found = load_documents(DataConfig(**options, label_value="3"))
     assert [d.label for d in found] == ["yes", "no", "no"]
@@ -178,7 +220,7 @@ def test_documents_without_a_class(label: Any, tmp_path: Path) -> None:
     features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
     rows = [{"text": "x", "label": 1}, {"text": "y", "label": label}]
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="label_column='label': row 1 has no class"):
+    with pytest.raises(ValueError, match="row 1: label_column='label' has no class"):
         load_documents(DataConfig(dataset=str(tmp_path / "a.parquet"), label_column="label"))
 
 

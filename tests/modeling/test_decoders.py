@@ -280,6 +280,19 @@ def test_cross_attention_stays_softmax(config: AttentionConfig, masked: bool) ->
     assert masked or not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("config", EXACT, ids=config_id)
+def test_cross_attention_reads_nothing_of_a_row_of_padding(config: AttentionConfig) -> None:
+    base = cross_attending()
+    model, inputs, encoder = convert(base, config), prompts(20, 11), encoded()
+    encoder["encoder_attention_mask"][1] = 0
+    other = {**encoder, "encoder_hidden_states": encoder["encoder_hidden_states"].clone()}
+    other["encoder_hidden_states"][1] += 1.0
+    first, second, *expected = (logits_of(m, {**inputs, **x}) for m in (model, base) for x in (encoder, other))
+    torch.testing.assert_close(first, expected[0], atol=1e-5, rtol=1e-5)
+    # GPT-2 in Transformers 5.8 forgets the encoder's mask
+    assert torch.equal(first, second) == torch.equal(*expected)
+
+
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("config", [EXACT[2], EXACT[3], CAUSAL_FEW[1], CAUSAL_FEW[3]], ids=config_id)
 def test_cross_attention_keeps_its_keys_in_a_cache_of_two(config: AttentionConfig, given: bool) -> None:

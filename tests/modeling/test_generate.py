@@ -220,6 +220,54 @@ def test_the_cache_of_another_model_is_refused(family: str) -> None:
             decoder(JOINED, family)(tokens(1), **{CACHE: given})
 
 
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}], ids=str)
+def test_a_cache_that_has_seen_the_text_is_refused(options: dict[str, int]) -> None:
+    """A state cannot go back: a second turn is read from a used cache once."""
+    model, ids = decoder(JOINED), tokens(10)
+    first = generated(model, {"input_ids": ids}, max_new_tokens=5, return_dict_in_generate=True)
+    turn = {"input_ids": torch.cat((first.sequences, tokens(5, seed=3)), dim=1)}
+    cache = cache_of(first)
+    spare = copy.deepcopy(cache)
+    second = generated(model, turn, max_new_tokens=7, **options, **{CACHE: cache})
+    for given in (turn, {"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+        with pytest.raises(
+            ValueError, match=r"has seen 26 tokens, and the text has (20|10);.*cannot go back.*deepcopy"
+        ):
+            generated(model, given, **options, **{CACHE: cache})
+    assert torch.equal(generated(model, turn, max_new_tokens=7, **options, **{CACHE: spare}), second)
+
+
+@ALL_FAMILIES
+def test_a_cache_of_another_number_of_rows_is_refused(family: str) -> None:
+    model = decoder(JOINED, family)
+    cache = cache_of(model(tokens(9)))
+    with pytest.raises(ValueError, match=r"state of 1 rows, and 2 rows are given.*batch_repeat_interleave"):
+        model(tokens(1, batch=2), **{CACHE: cache})
+    cache.batch_repeat_interleave(2)
+    assert model(tokens(1, batch=2), **{CACHE: cache}).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PerformerConfig(num_features=16, window_size=4, global_tokens=1, seed=1),
+        PerformerConfig(num_features=16, window_size=4),
+        LinformerConfig(projection_length=8, window_size=4, global_tokens=1),
+        # its softmax layer finds a state where it looks for keys
+        PerformerConfig(num_features=16, window_size=4, global_tokens=1, layers=[0]),
+    ],
+    ids=config_id,
+)
+def test_the_state_of_another_converted_model_is_refused(other: AttentionConfig) -> None:
+    cache = cache_of(decoder(JOINED)(tokens(9)))
+    with pytest.raises(ValueError, match=r"Layer 0 of the cache holds the state of a gpt2.*another model"):
+        decoder(other)(tokens(1), **{CACHE: cache})
+    # unless it is empty
+    cache.reset()
+    if other.layers is None:
+        assert decoder(other)(tokens(3), **{CACHE: cache}).logits.isfinite().all()
+
+
 @ALL_FAMILIES
 def test_generation_past_the_longest_text_is_refused_with_both_numbers(family: str) -> None:
     model, inputs = decoder(JOINED, family), prompts(POSITIONS - 4, 9)
