@@ -1,22 +1,21 @@
 """Linear-time attention (Linformer, Performer) for pretrained BERT- and GPT-2-family checkpoints."""
 
-from transformers import AutoConfig
-from transformers.models.auto import modeling_auto
-
 from .conversion.checkpoint import convert_checkpoint
 from .conversion.convert import convert
+from .modeling.architectures import ARCHITECTURES, Architecture
 from .modeling.configuration_linattn import (
-    CONFIG_CLASSES,
     AttentionConfig,
     LayerwiseConfig,
     LinformerConfig,
     PerformerConfig,
 )
-from .modeling.modeling_linattn import MODEL_CLASSES, LinAttnPreTrainedModel
+from .modeling.modeling_linattn import LinAttnPreTrainedModel
+from .registration import add_to_auto_classes, register_architecture
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Architecture",
     "AttentionConfig",
     "LayerwiseConfig",
     "LinAttnPreTrainedModel",
@@ -24,10 +23,8 @@ __all__ = [
     "PerformerConfig",
     "convert",
     "convert_checkpoint",
+    "register_architecture",
 ]
 
-for _config_class in CONFIG_CLASSES.values():
-    AutoConfig.register(_config_class.model_type, _config_class)
-for _auto_class, _by_family in MODEL_CLASSES.items():
-    for _model_type, _model_class in _by_family.items():
-        getattr(modeling_auto, _auto_class).register(CONFIG_CLASSES[_model_type], _model_class)
+for _model_type in ARCHITECTURES:
+    add_to_auto_classes(_model_type)
