@@ -230,12 +230,14 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
 @cache
 def _base_model(family: str, auto: str, overrides: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
     torch.manual_seed(1)
-    return getattr(transformers, auto).from_config(tiny_config(family, **dict(overrides))).eval()
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in overrides}
+    return getattr(transformers, auto).from_config(tiny_config(family, **settings)).eval()
 
 
 def tiny_model(family: str = "bert", auto: str = "AutoModel", **overrides: Any) -> PreTrainedModel:
     """A random model of its own in eval mode; the same arguments give the same weights."""
-    return copy.deepcopy(_base_model(family, auto, tuple(sorted(overrides.items()))))
+    hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
+    return copy.deepcopy(_base_model(family, auto, tuple(sorted(hashable.items()))))
 
 
 def tokens(length: int, *, batch: int = 1, seed: int = 0) -> Tensor:

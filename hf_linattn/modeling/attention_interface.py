@@ -124,7 +124,9 @@ def linattn_attention_forward(
     if linear is None:
         causal = getattr(module, "is_causal", False)
         window = kwargs.get("sliding_window")
-        out = _softmax_attention(query, key, value, attention_mask, scaling, dropout, causal, window)
+        out = softmax_attention(
+            query, key, value, attention_mask, scaling, dropout=dropout, causal=causal, window=window
+        )
     else:
         dtype = value.dtype
         if getattr(module, "reorder_and_upcast_attn", False):
@@ -135,17 +137,27 @@ def linattn_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _softmax_attention(
+def softmax_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scaling: float,
-    dropout: float,
+    *,
+    dropout: float = 0.0,
     causal: bool,
-    window: int | None,
+    window: int | None = None,
 ) -> Tensor:
-    """Layers that were not converted, and cross-attention. Tokens at least `window` apart do not see each other."""
+    """Layers that were not converted, and cross-attention: same shape as the query.
+
+    Args:
+        query, key, value: (batch, heads, length, dim).
+        mask: as `linattn_mask` returns it.
+        scaling: factor of the logits.
+        dropout: probability, of attention weights.
+        causal: whether a token sees itself and earlier ones only.
+        window: of a sliding window, how far apart tokens do not see each other.
+    """
     length, seen = query.shape[2], key.shape[2]
     causal = causal and length > 1
     if mask is not None:

@@ -230,6 +230,13 @@ def sliding_layers(config: Any) -> list[int]:
     return list(range(config.num_hidden_layers)) if getattr(config, "sliding_window", None) else []
 
 
+def sliding_window(attention: nn.Module) -> int | None:
+    """How far apart tokens do not see each other in a layer, by its attention module; None if they all do."""
+    # where not every layer has one, the module says so, and where all are alike, the config
+    config = getattr(attention, "config", None)
+    return getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+
+
 def _converted_layers(config: LinAttnConfig) -> tuple[int, ...]:
     layers = config.attention.layers
     return tuple(range(config.num_hidden_layers)) if layers is None else tuple(layers)

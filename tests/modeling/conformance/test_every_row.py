@@ -28,6 +28,8 @@ ALL_ROWS = pytest.mark.parametrize("architecture", ROWS)
 #: near keys alone, which are all keys of a text as long as the longest
 WHOLE = [small(config_class, window_size=POSITIONS) for config_class in CLASSES]
 
+MULTIPLE_CHOICE = "AutoModelForMultipleChoice"
+
 
 def body_of(architecture: str, number: int = 0) -> LinAttnPreTrainedModel:
     """A body or causal language model with a window shorter than the text, by one of the methods."""
@@ -45,7 +47,13 @@ def test_every_head_is_softmax_where_the_window_is_the_text(architecture: str) -
         assert type(model) is MODEL_CLASSES[auto][architecture]
         if is_causal(architecture):
             inputs["use_cache"] = False
-        torch.testing.assert_close(outputs_of(model, inputs), outputs_of(base, inputs), atol=1e-5, rtol=1e-5)
+        try:
+            expected = outputs_of(base, inputs)
+        except IndexError:
+            # multiple choice of XLM-RoBERTa lacks its pooler in Transformers 5.8, and fails in the base too
+            assert (architecture, auto) in (("camembert", MULTIPLE_CHOICE), ("xlm-roberta", MULTIPLE_CHOICE))
+            continue
+        torch.testing.assert_close(outputs_of(model, inputs), expected, atol=1e-5, rtol=1e-5)
 
 
 @ALL_ROWS
