@@ -1,16 +1,19 @@
 """Linear-time attention (Linformer, Performer) for pretrained BERT- and GPT-2-family checkpoints."""
 
+from transformers import AutoConfig
+
+from .conversion.architectures import register_architecture
 from .conversion.checkpoint import convert_checkpoint
 from .conversion.convert import convert
-from .modeling.architectures import ARCHITECTURES, Architecture
+from .modeling.architectures import Architecture
 from .modeling.configuration_linattn import (
+    CONFIG_CLASSES,
     AttentionConfig,
     LayerwiseConfig,
     LinformerConfig,
     PerformerConfig,
 )
 from .modeling.modeling_linattn import LinAttnPreTrainedModel
-from .registration import add_to_auto_classes, register_architecture
 
 __version__ = "0.1.0"
 
@@ -26,5 +29,5 @@ __all__ = [
     "register_architecture",
 ]
 
-for _model_type in ARCHITECTURES:
-    add_to_auto_classes(_model_type)
+for _config_class in CONFIG_CLASSES.values():
+    AutoConfig.register(_config_class.model_type, _config_class)

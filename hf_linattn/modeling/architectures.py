@@ -48,7 +48,8 @@ class Architecture:
     def available(self) -> bool:
         """Whether the installed Transformers has it."""
         new_enough = Version(transformers.__version__) >= Version(self.since)
-        return new_enough and hasattr(transformers, f"{self.prefix}Config")
+        # looked up by name, which imports nothing
+        return new_enough and f"{self.prefix}Config" in dir(transformers)
 
 
 def _like_llama(model_type: str, prefix: str, **fields: Any) -> Architecture:

@@ -29,16 +29,17 @@ ATTENTION_NAME = f"linattn.{__package__}"
 CACHE_KEYWORD = "linattn_cache"
 
 
-def _combined(mask_function: Any) -> tuple[Any, ...]:
-    """The code of the mask functions that Transformers' `and_masks` has combined; nothing for any other function."""
+def _codes(mask_function: Any) -> list[Any]:
+    """The code of a mask function, and of those that Transformers' `and_masks` or `or_masks` has combined in it."""
     cells = getattr(mask_function, "__closure__", None) or ()
     parts = cells[0].cell_contents if cells else ()
-    return tuple(getattr(part, "__code__", None) for part in parts) if isinstance(parts, tuple) else ()
+    functions = [mask_function, *(parts if isinstance(parts, tuple) else ())]
+    return [getattr(function, "__code__", None) for function in functions]
 
 
 #: of masks with a sliding window of any size; the layers know the size, and get it with each call
 _SLIDING = [
-    _combined(make(1)) for make in (sliding_window_causal_mask_function, sliding_window_bidirectional_mask_function)
+    _codes(make(1)) for make in (sliding_window_causal_mask_function, sliding_window_bidirectional_mask_function)
 ]
 
 
@@ -59,7 +60,7 @@ def linattn_mask(
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
     # while tracing, Transformers asks for a mask of packed sequences whether there are any or not
     plain = mask_function in (None, bidirectional_mask_function, causal_mask_function)
-    if not tracing and not plain and _combined(mask_function) not in _SLIDING:
+    if not tracing and not plain and _codes(mask_function) not in _SLIDING:
         raise ValueError(
             "A converted model takes padding masks only: custom masks and several documents packed "
             "into one row (position_ids that start again) are not supported. Give each document a row of its own."

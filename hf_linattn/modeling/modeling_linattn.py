@@ -13,7 +13,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoModel, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from .architectures import ARCHITECTURES, BUILT_IN, Architecture
@@ -393,8 +393,11 @@ def add_model_classes(architecture: Architecture) -> None:
         made[name] = _model_class(getattr(transformers, name), architecture, "AutoModelForPreTraining")
     for cls in made.values():
         setattr(sys.modules[__name__], cls.__name__, cls)
-    # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is asked to
-    AutoModel.register(CONFIG_CLASSES[architecture.model_type], MODEL_CLASSES["AutoModel"][architecture.model_type])
+    # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is registered too
+    for auto, by_type in MODEL_CLASSES.items():
+        if architecture.model_type in by_type:
+            config_class = CONFIG_CLASSES[architecture.model_type]
+            getattr(modeling_auto, auto).register(config_class, by_type[architecture.model_type])
 
 
 for _row in ARCHITECTURES.values():

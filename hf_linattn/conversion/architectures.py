@@ -1,15 +1,14 @@
-"""Architectures in the Auto classes of Transformers: those of the package, and those that are added later."""
+"""Architectures that are added to the table after the import."""
 
 import sys
 from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoModel
-from transformers.models.auto import modeling_auto
 
-from .modeling.architectures import ARCHITECTURES, UNAVAILABLE, Architecture
-from .modeling.configuration_linattn import CONFIG_CLASSES, add_config_class
-from .modeling.modeling_linattn import MODEL_CLASSES, add_model_classes
+from ..modeling.architectures import ARCHITECTURES, UNAVAILABLE, Architecture
+from ..modeling.configuration_linattn import add_config_class
+from ..modeling.modeling_linattn import add_model_classes
 
 
 def register_architecture(architecture: Architecture) -> None:
@@ -24,19 +23,9 @@ def register_architecture(architecture: Architecture) -> None:
     """
     _check(architecture)
     ARCHITECTURES[architecture.model_type] = architecture
-    add_config_class(architecture)
-    add_model_classes(architecture)
-    add_to_auto_classes(architecture.model_type)
-
-
-def add_to_auto_classes(model_type: str) -> None:
-    """Make the Auto classes load converted checkpoints of a base model_type."""
-    config_class = CONFIG_CLASSES[model_type]
+    config_class = add_config_class(architecture)
     AutoConfig.register(config_class.model_type, config_class)
-    for auto_class, by_architecture in MODEL_CLASSES.items():
-        if model_type in by_architecture:
-            # the model classes themselves have made the body known
-            getattr(modeling_auto, auto_class).register(config_class, by_architecture[model_type], exist_ok=True)
+    add_model_classes(architecture)
 
 
 def _check(row: Architecture) -> None:
