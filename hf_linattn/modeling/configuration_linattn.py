@@ -20,6 +20,7 @@ from .blocks import to_blocks  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
 from .merge import merge  # noqa: F401
+from .peft_defaults import add_peft_defaults
 from .projections import PROJECTIONS, SHARING
 from .validation import check_bool, check_choice, check_integer
 
@@ -365,6 +366,11 @@ class LinAttnConfig(PreTrainedConfig):
                 "settings there. Make one with hf_linattn.convert."
             )
         return AttentionConfig.from_dict(self.linattn)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As of every config. PEFT asks for it before it looks up which modules of this `model_type` it adapts."""
+        add_peft_defaults()
+        return super().to_dict()
 
 
 def _config_class(architecture: Architecture) -> type[LinAttnConfig]:

@@ -35,6 +35,7 @@ from .linear_attention import LinearAttention
 from .merge import merge  # noqa: F401
 from .methods import METHODS  # noqa: F401
 from .near import NearPart  # noqa: F401
+from .peft_defaults import add_peft_defaults  # noqa: F401
 from .projections import Projection  # noqa: F401
 from .state import State  # noqa: F401
 from .validation import check_integer  # noqa: F401
