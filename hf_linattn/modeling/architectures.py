@@ -1,6 +1,7 @@
 """The table of supported architectures: what differs between them, as far as a conversion is concerned."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import transformers
@@ -48,8 +49,13 @@ class Architecture:
     def available(self) -> bool:
         """Whether the installed Transformers has it."""
         new_enough = Version(transformers.__version__) >= Version(self.since)
-        # looked up by name, which imports nothing
-        return new_enough and f"{self.prefix}Config" in dir(transformers)
+        return new_enough and f"{self.prefix}Config" in _names()
+
+
+@cache
+def _names() -> frozenset[str]:
+    """What Transformers has, by name, which imports none of it; the list takes a while to make."""
+    return frozenset(dir(transformers))
 
 
 def _like_llama(model_type: str, prefix: str, **fields: Any) -> Architecture:
