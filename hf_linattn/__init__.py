@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 from .registration import register
 
 if TYPE_CHECKING:
+    from .conversion.architectures import register_architecture
     from .conversion.checkpoint import convert_checkpoint
     from .conversion.convert import convert
+    from .modeling.architectures import Architecture
     from .modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, LinformerConfig, PerformerConfig
     from .modeling.modeling_linattn import LinAttnPreTrainedModel
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Architecture",
     "AttentionConfig",
     "LayerwiseConfig",
     "LinAttnPreTrainedModel",
@@ -21,6 +24,7 @@ __all__ = [
     "PerformerConfig",
     "convert",
     "convert_checkpoint",
+    "register_architecture",
 ]
 
 # where each name comes from: imported when it is asked for, since it takes torch and seconds
@@ -31,6 +35,8 @@ _MODULES = {
     "LinAttnPreTrainedModel": "modeling.modeling_linattn",
     "convert": "conversion.convert",
     "convert_checkpoint": "conversion.checkpoint",
+    "register_architecture": "conversion.architectures",
+    "Architecture": "modeling.architectures",
 }
 
 

@@ -26,7 +26,7 @@ from hf_linattn import (
     PerformerConfig,
     convert,
 )
-from hf_linattn.modeling.architectures import ARCHITECTURES
+from hf_linattn.modeling.architectures import ARCHITECTURES, UNAVAILABLE
 from hf_linattn.modeling.decoder_attention import attend_causally
 from hf_linattn.modeling.far_part import FarPart
 from hf_linattn.modeling.feature_maps import FeatureMap, Moments
@@ -37,10 +37,10 @@ from hf_linattn.modeling.state import State, empty_state
 
 POSITIONS = 64
 VOCABULARY = 100
-#: architectures that this version of Transformers has: encoders, and decoders, whose tokens see earlier ones only
-AVAILABLE = [name for name, family in ARCHITECTURES.items() if hasattr(transformers, f"{family.prefix}Config")]
-ENCODERS = tuple(name for name in AVAILABLE if not ARCHITECTURES[name].causal)
-DECODERS = tuple(name for name in AVAILABLE if ARCHITECTURES[name].causal)
+#: encoders, and decoders, whose tokens see earlier ones only: one of each kind, for tests that go over much else;
+#: `conformance/test_every_row.py` is the test of all that the table has
+ENCODERS = ("albert", "bert", "distilbert", "roberta")
+DECODERS = ("gpt2", "gpt_neox", "llama", "opt")
 #: (architecture, auto class) of every head of the encoders that can be converted
 HEADS = [(family, auto) for auto, by_family in MODEL_CLASSES.items() for family in ENCODERS if family in by_family]
 
@@ -146,32 +146,81 @@ def config_id(value: Any) -> str:
     return "-".join([value.method, *(f"{k}={v}" for k, v in changed.items())])
 
 
+#: what the tiny models of some architectures have beside the common sizes; where it can be, heads that are not as wide
+#: as hidden_size says, and scales that are not the default
+TINY: dict[str, dict[str, Any]] = {
+    "albert": {"embedding_size": 16},
+    "electra": {"embedding_size": 16},
+    "esm": {"position_embedding_type": "rotary", "mask_token_id": 4},
+    "eurobert": {"mask_token_id": 4, "bos_token_id": 2, "eos_token_id": 3},
+    "gemma": {"head_dim": 16},
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 8,
+        "attn_logit_softcapping": None,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gptj": {"rotary_dim": 4},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "mistral": {"sliding_window": None},
+    "mobilebert": {
+        "embedding_size": 16,
+        "intra_bottleneck_size": 16,
+        "normalization_type": "layer_norm",
+        # which reads the token of padding beside a text
+        "trigram_input": False,
+    },
+    "modernbert": {
+        "local_attention": 16,
+        **dict.fromkeys(("bos_token_id", "cls_token_id"), 2),
+        **dict.fromkeys(("eos_token_id", "sep_token_id"), 3),
+    },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+
+
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """A config with two layers of four heads of eight; attention sharp enough for its approximations to differ."""
-    offset = 2 if ARCHITECTURES[family].positions_after_padding else 0
+    architecture = {**ARCHITECTURES, **UNAVAILABLE}[family]
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "intermediate_size": 64,
-        "max_position_embeddings": POSITIONS + offset,
+        "max_position_embeddings": POSITIONS + (2 if architecture.positions_after_padding else 0),
         "pad_token_id": 1,
         "initializer_range": 0.2,
+        **TINY.get(family, {}),
         **overrides,
     }
     if family == "distilbert":
         settings["hidden_dim"] = settings.pop("intermediate_size")
-    if family in ("albert", "electra"):
-        settings.setdefault("embedding_size", 16)
-    if ARCHITECTURES[family].causal:
+    if architecture.causal:
         # no token ends a text, and no dropout: what the tests train is the attention
         settings = {"eos_token_id": None, "bos_token_id": 2, **settings}
-        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop") if family == "gpt2" else ("dropout", "attention_dropout")
+        names = (
+            ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+            if family in ("gpt2", "gptj")
+            else ("dropout", "attention_dropout")
+        )
         settings |= dict.fromkeys(names, 0.0)
-    if family == "gpt2":
+    if family in ("gpt2", "gptj"):
         settings["n_inner"] = settings.pop("intermediate_size")
-    config_class = getattr(transformers, f"{ARCHITECTURES[family].prefix}Config")
+    config_class = getattr(transformers, f"{architecture.prefix}Config")
     if hasattr(config_class(), "num_key_value_heads"):
         settings.setdefault("num_key_value_heads", 2)
     if family == "opt":
@@ -182,12 +231,14 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
 @cache
 def _base_model(family: str, auto: str, overrides: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
     torch.manual_seed(1)
-    return getattr(transformers, auto).from_config(tiny_config(family, **dict(overrides))).eval()
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in overrides}
+    return getattr(transformers, auto).from_config(tiny_config(family, **settings)).eval()
 
 
 def tiny_model(family: str = "bert", auto: str = "AutoModel", **overrides: Any) -> PreTrainedModel:
     """A random model of its own in eval mode; the same arguments give the same weights."""
-    return copy.deepcopy(_base_model(family, auto, tuple(sorted(overrides.items()))))
+    hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
+    return copy.deepcopy(_base_model(family, auto, tuple(sorted(hashable.items()))))
 
 
 def tokens(length: int, *, batch: int = 1, seed: int = 0) -> Tensor:

@@ -1,7 +1,6 @@
 """The optimizer: which parameters a stage trains, in which groups, at which learning rates, on which schedule."""
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,20 +14,25 @@ from .config import AdaptConfig
 GROUPS = ("features", "projections", "query_key", "rest")
 
 
-def _modules(names: Iterable[str]) -> re.Pattern[str]:
-    """What finds one of these modules in the name of a parameter."""
-    return re.compile(rf"(^|\.)({'|'.join(sorted(set(names)))})\.")
+def _is_in(parameter: str, modules: Iterable[str]) -> bool:
+    """Whether the name of a parameter has one of these modules in it."""
+    return not set(parameter.split(".")[:-1]).isdisjoint(modules)
 
 
-_QUERY_KEY = _modules(name for row in ARCHITECTURES.values() for name in row.query_key)
-_EMBEDDINGS = _modules(name for row in ARCHITECTURES.values() for name in row.embeddings)
+def _query_key() -> set[str]:
+    # not once at import: `register_architecture` adds rows
+    return {name for row in ARCHITECTURES.values() for name in row.query_key}
+
+
+def _embeddings() -> set[str]:
+    return {name for row in ARCHITECTURES.values() for name in row.embeddings}
 
 
 def group_of(name: str) -> str:
     """The group of a parameter, by its name."""
     if ".linattn." in name:
         return "features" if ".feature_map." in name else "projections"
-    return "query_key" if _QUERY_KEY.search(name) else "rest"
+    return "query_key" if _is_in(name, _query_key()) else "rest"
 
 
 def learning_rates(config: AdaptConfig, stage: str) -> dict[str, float]:
@@ -64,7 +68,7 @@ def choose_trained(model: nn.Module, config: AdaptConfig, stage: str) -> None:
 
 
 def _may_train(name: str, config: AdaptConfig) -> bool:
-    if not config.train_embeddings and _EMBEDDINGS.search(name):
+    if not config.train_embeddings and _is_in(name, _embeddings()):
         return False
     if not config.lora_rank:
         return True

@@ -11,7 +11,7 @@ from ..conversion.positions import POSITION_EXTENSIONS
 from ..conversion.softmax import SoftmaxAttention
 from ..modeling.architectures import ARCHITECTURES, Architecture
 from ..modeling.configuration_linattn import PerformerConfig
-from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions
+from ..modeling.modeling_linattn import LinAttnPreTrainedModel, self_attentions, sliding_window
 
 
 def softmax_teacher(
@@ -30,7 +30,8 @@ def softmax_teacher(
     architecture = ARCHITECTURES[model.config.base_model_type]
     teacher = copy.deepcopy(model) if base is None else _extended(base, model, architecture)
     for _, attention in self_attentions(teacher, architecture):
-        attention.linattn = SoftmaxAttention(is_causal=architecture.causal)
+        window = sliding_window(attention)
+        attention.linattn = SoftmaxAttention(is_causal=architecture.causal, window=window)
     return teacher.requires_grad_(False).eval()
 
 

@@ -22,7 +22,7 @@ from ..conversion.summary import linear_flops, softmax_flops
 from ..data.tokenizers import tokenizer_of
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
-from ..modeling.modeling_linattn import LinearAttention, linear_attention
+from ..modeling.modeling_linattn import LinearAttention, linear_attention, sliding_layers
 from ..utils.labels import checkpoint_name
 from .config import AnalyzeConfig, candidates_for
 from .cost import Cost, linear_layers_operations, measure
@@ -234,6 +234,11 @@ class SwappedModel:
     """
 
     def __init__(self, base: PreTrainedModel, config: AnalyzeConfig, candidates: Mapping[str, AttentionConfig]) -> None:
+        if sliding := sliding_layers(base.config):
+            raise ValueError(
+                f"layers {sliding} of this {base.config.model_type} have a sliding window; the candidates stand for "
+                "layers that see all tokens. convert() leaves such layers as they are."
+            )
         self.base, self.config = base, config
         self.causal = ARCHITECTURES[base.config.model_type].causal
         self.layers = base.config.num_hidden_layers

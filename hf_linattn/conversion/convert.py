@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..data.tokenizers import check_vocabulary, tokenizer_of
-from ..modeling.architectures import ARCHITECTURES
+from ..modeling.architectures import ARCHITECTURES, UNAVAILABLE
 from ..modeling.configuration_linattn import (
     CONFIG_CLASSES,
     AttentionConfig,
@@ -27,10 +27,12 @@ from ..modeling.modeling_linattn import (
     HEAD_CLASSES,
     MODEL_CLASSES,
     LinAttnPreTrainedModel,
+    check_attention,
     check_config,
     linear_attention,
     position_offset,
     self_attentions,
+    sliding_layers,
 )
 from .calibration import calibrate, check_calibration, default_texts, tokenized
 from .checkpoint_files import check_checkpoint
@@ -40,6 +42,7 @@ from .positions import (
     extend_table,
     init_options,
     unsupported,
+    unsupported_type,
 )
 
 
@@ -239,6 +242,12 @@ def _resolve(
         # what follows is advice about the network
         reason = str(error).split("\n", 1)[0]
         raise FileNotFoundError(f"{model_id!r} is no folder, and no Hub id that can be reached: {reason}") from error
+    except ValueError as error:
+        # a model_type that this version of Transformers does not know
+        model_type = PreTrainedConfig.get_config_dict(model_id, **config_kwargs)[0].get("model_type")
+        if model_type not in UNAVAILABLE:
+            raise
+        raise unsupported_type(model_type) from error
     # what names the place to load from was used for the config, and is needed for the weights as well
     kept = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "dtype")
     rest |= {key: kwargs[key] for key in kept if key in kwargs}
@@ -275,7 +284,9 @@ def converted_config(base: PreTrainedConfig, config: AttentionConfig, max_length
         ValueError: the settings, the lengths and the base do not fit together.
     """
     max_length = checked_length(base, config.max_length, max_length)
+    check_attention(base)
     settings = with_exact_length(dataclasses.replace(config, max_length=max_length), base)
+    settings = _without_sliding_layers(settings, base)
     values = base.to_dict()
     for field in ("model_type", "transformers_version", "auto_map"):
         values.pop(field, None)
@@ -286,6 +297,21 @@ def converted_config(base: PreTrainedConfig, config: AttentionConfig, max_length
     converted.name_or_path = ""
     check_config(converted)
     return converted
+
+
+def _without_sliding_layers(config: AttentionConfig, base: PreTrainedConfig) -> AttentionConfig:
+    """The settings with `layers` set where it was left out and some layers have a sliding window."""
+    sliding = set(sliding_layers(base))
+    if config.layers is not None or not sliding:
+        return config
+    full = [index for index in range(base.num_hidden_layers) if index not in sliding]
+    if not full:
+        raise ValueError(
+            f"{type(base).__name__}: sliding_window={base.sliding_window} in every layer, so that their cost is linear "
+            "already and nothing is left to convert. sliding_window=None in convert(...) lets all layers see all "
+            "tokens, which the checkpoint was not trained for."
+        )
+    return dataclasses.replace(config, layers=full)
 
 
 def with_exact_length(config: AttentionConfig, base: PreTrainedConfig) -> AttentionConfig:

@@ -5,10 +5,11 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..modeling.architectures import ARCHITECTURES, MODEL_TYPE_PREFIX
+from ..modeling.architectures import ARCHITECTURES, MODEL_TYPE_PREFIX, REFUSED, UNAVAILABLE
 from ..modeling.modeling_linattn import position_offset
 
 POSITION_EXTENSIONS = ("repeat", "interpolate")
@@ -73,13 +74,20 @@ def checked_length(base: PreTrainedConfig, of_settings: int | None, max_length: 
             f"max_length={max_length!r} must be an integer of at least {least}; leave it out to keep the checkpoint's "
             f"{positions} positions."
         )
-    rope = (getattr(base, "rope_parameters", None) or {}).get("rope_type", "default")
-    if max_length > positions and rope in _ROPE_TYPES_BOUND_TO_LENGTH:
+    bound = [rope for rope in _rope_types(base) if rope in _ROPE_TYPES_BOUND_TO_LENGTH]
+    if max_length > positions and bound:
         raise ValueError(
-            f"max_length={max_length}: rope_type={rope!r} scales rotary positions by max_position_embeddings, which a "
-            f"longer conversion would change; leave max_length out to keep {positions}."
+            f"max_length={max_length}: rope_type={bound[0]!r} scales rotary positions by max_position_embeddings, "
+            f"which a longer conversion would change; leave max_length out to keep {positions}."
         )
     return max_length
+
+
+def _rope_types(config: PreTrainedConfig) -> list[str]:
+    """The kinds of rotary positions: one, or one by type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
+    return [each.get("rope_type", "default") for each in by_layer or [parameters]]
 
 
 def extend_table(
@@ -92,6 +100,9 @@ def extend_table(
     name = architecture.position_table
     if base.base_model is not base:
         name = f"{base.base_model_prefix}.{name}"
+    if name not in state:
+        # ESM has a table or rotary positions, as its config says
+        return
     table, offset = state[name], position_offset(config) + architecture.extra_rows
     length = config.max_position_embeddings - position_offset(config)
     if table.shape[0] == offset + length:
@@ -115,10 +126,20 @@ def init_options(base: PreTrainedModel) -> dict[str, Any]:
 
 def unsupported(config: PreTrainedConfig) -> ValueError:
     """What to raise where no conversion of this `model_type` is possible."""
-    if config.model_type.startswith(MODEL_TYPE_PREFIX):
+    return unsupported_type(config.model_type)
+
+
+def unsupported_type(model_type: str) -> ValueError:
+    """The same, for a `model_type` that the installed Transformers may not have."""
+    if model_type.startswith(MODEL_TYPE_PREFIX):
+        return ValueError(f"model_type={model_type!r}: the checkpoint is converted already; start from its base.")
+    if model_type in UNAVAILABLE:
+        since = UNAVAILABLE[model_type].since
         return ValueError(
-            f"model_type={config.model_type!r}: the checkpoint is converted already; start from its base."
+            f"model_type={model_type!r} can be converted with Transformers {since} or newer; installed is "
+            f"{transformers.__version__}. Upgrade with `pip install 'transformers>={since},<6'`."
         )
+    reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
     return ValueError(
-        f"model_type={config.model_type!r} is not supported. Supported are: {', '.join(sorted(ARCHITECTURES))}."
+        f"model_type={model_type!r} is not supported{reason}. Supported are: {', '.join(sorted(ARCHITECTURES))}."
     )

@@ -5,23 +5,26 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..modeling.architectures import ARCHITECTURES
-from ..modeling.attention_interface import ATTENTION_NAME
-from ..modeling.modeling_linattn import self_attentions
+from ..modeling.attention_interface import ATTENTION_NAME, softmax_attention
+from ..modeling.modeling_linattn import check_attention, self_attentions, sliding_window
 from ..utils.hooks import hooked
 
 
 class SoftmaxAttention(nn.Module):
-    """Softmax attention in the place of a linear one, called as that is."""
+    """Softmax attention in the place of a linear one, called as that is.
 
-    def __init__(self, *, is_causal: bool) -> None:
+    Args:
+        is_causal: whether a token sees itself and earlier ones only.
+        window: of a layer with a sliding window, how far apart tokens do not see each other.
+    """
+
+    def __init__(self, *, is_causal: bool, window: int | None = None) -> None:
         super().__init__()
-        self.is_causal = is_causal
+        self.is_causal, self.window = is_causal, window
 
     def forward(
         self,
@@ -37,16 +40,7 @@ class SoftmaxAttention(nn.Module):
 
         It has no state: `cache` is None.
         """
-        length, mask, is_causal = query.shape[2], None, self.is_causal
-        if lengths is not None:
-            position = torch.arange(length, device=query.device)
-            # (batch, 1, 1 or length, length)
-            mask = (position < lengths[:, None])[:, None, None]
-            if is_causal:
-                mask, is_causal = mask & (position <= position[:, None]), False
-            # a query without any key looks at all of them: finite, and nobody reads it
-            mask = mask | ~mask.any(-1, keepdim=True)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
+        return softmax_attention(query, key, value, lengths, scale, causal=self.is_causal, window=self.window)
 
 
 class AttentionCall:
@@ -82,13 +76,14 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
     What `visit` returns, if anything, goes on through the model in the place of the softmax output.
 
     Raises:
-        ValueError: the architecture is not supported.
+        ValueError: the architecture is not supported, or its attention is no plain softmax.
     """
     if model.config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"model_type={model.config.model_type!r} is not supported. Supported are: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
+    check_attention(model.config)
     architecture = ARCHITECTURES[model.config.model_type]
     implementation = model.config._attn_implementation
     # of calls, not of modules: one module may serve several layers
@@ -109,7 +104,8 @@ def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Ten
         with hooked([model.base_model.register_forward_pre_hook(restart)]) as handles:
             model.set_attn_implementation(ATTENTION_NAME)
             for attention in attentions:
-                attention.linattn = SoftmaxAttention(is_causal=architecture.causal)
+                window = sliding_window(attention)
+                attention.linattn = SoftmaxAttention(is_causal=architecture.causal, window=window)
                 handles.append(attention.linattn.register_forward_hook(hook, with_kwargs=True))
             yield
     finally:

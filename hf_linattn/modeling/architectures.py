@@ -1,6 +1,11 @@
 """The table of supported architectures: what differs between them, as far as a conversion is concerned."""
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import transformers
+from packaging.version import Version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,7 @@ class Architecture:
         query_key: names of the modules with the weights of queries and keys; some have values in the same matrix.
         embeddings: names of the modules that embed tokens and positions.
         conv1d: linear layers are Transformers' `Conv1D`, which keeps its matrix the other way round.
+        since: the first version of Transformers in which its attention goes through the attention interface.
     """
 
     model_type: str
@@ -37,6 +43,31 @@ class Architecture:
     query_key: tuple[str, ...] = ("query", "key")
     embeddings: tuple[str, ...] = ("embeddings",)
     conv1d: bool = False
+    since: str = "5.8.0"
+
+    @property
+    def available(self) -> bool:
+        """Whether the installed Transformers has it."""
+        new_enough = Version(transformers.__version__) >= Version(self.since)
+        return new_enough and f"{self.prefix}Config" in _names()
+
+
+@cache
+def _names() -> frozenset[str]:
+    """What Transformers has, by name, which imports none of it; the list takes a while to make."""
+    return frozenset(dir(transformers))
+
+
+def _like_llama(model_type: str, prefix: str, **fields: Any) -> Architecture:
+    """A decoder with rotary positions whose modules have Llama's names; `fields` are those that differ."""
+    names = {"attention": f"{prefix}Attention", "query_key": ("q_proj", "k_proj"), "embeddings": ("embed_tokens",)}
+    return Architecture(model_type=model_type, prefix=prefix, causal=True, position_table=None, **{**names, **fields})
+
+
+def _rotary_encoder(model_type: str, prefix: str, **fields: Any) -> Architecture:
+    """An encoder without a table of positions; `fields` are those that differ from the first of them."""
+    names = {"attention": f"{prefix}Attention", "query_key": ("q_proj", "k_proj")}
+    return Architecture(model_type=model_type, prefix=prefix, position_table=None, **{**names, **fields})
 
 
 _ARCHITECTURES = (
@@ -50,6 +81,11 @@ _ARCHITECTURES = (
     ),
     Architecture(model_type="electra", prefix="Electra", attention="ElectraSelfAttention"),
     Architecture(model_type="ernie", prefix="Ernie", attention="ErnieSelfAttention"),
+    Architecture(model_type="esm", prefix="Esm", attention="EsmSelfAttention", positions_after_padding=True),
+    _rotary_encoder("eurobert", "EuroBert", embeddings=("embed_tokens",)),
+    _like_llama("gemma", "Gemma"),
+    _like_llama("gemma2", "Gemma2"),
+    _like_llama("gemma3_text", "Gemma3Text", attention="Gemma3Attention"),
     Architecture(
         model_type="gpt2",
         prefix="GPT2",
@@ -71,14 +107,24 @@ _ARCHITECTURES = (
         embeddings=("embed_in",),
     ),
     Architecture(
-        model_type="llama",
-        prefix="Llama",
-        attention="LlamaAttention",
+        model_type="gptj",
+        prefix="GPTJ",
+        attention="GPTJAttention",
         causal=True,
         position_table=None,
         query_key=("q_proj", "k_proj"),
-        embeddings=("embed_tokens",),
+        embeddings=("wte",),
+        since="5.24.0",
     ),
+    _like_llama("granite", "Granite"),
+    _rotary_encoder("gte", "Gte", since="5.18.0"),
+    _rotary_encoder("jina_embeddings_v3", "JinaEmbeddingsV3"),
+    _like_llama("llama", "Llama"),
+    _like_llama("mistral", "Mistral"),
+    Architecture(model_type="mobilebert", prefix="MobileBert", attention="MobileBertSelfAttention"),
+    _rotary_encoder("modernbert", "ModernBert", query_key=("Wqkv",)),
+    _rotary_encoder("nomic_bert", "NomicBert"),
+    _like_llama("olmo2", "Olmo2"),
     Architecture(
         model_type="opt",
         prefix="OPT",
@@ -90,16 +136,46 @@ _ARCHITECTURES = (
         query_key=("q_proj", "k_proj"),
         embeddings=("embed_tokens", "embed_positions"),
     ),
+    _like_llama("phi3", "Phi3", query_key=("qkv_proj",)),
+    _like_llama("qwen2", "Qwen2"),
+    _like_llama("qwen3", "Qwen3"),
     Architecture(
         model_type="roberta", prefix="Roberta", attention="RobertaSelfAttention", positions_after_padding=True
     ),
     Architecture(
+        model_type="roberta-prelayernorm",
+        prefix="RobertaPreLayerNorm",
+        attention="RobertaPreLayerNormSelfAttention",
+        positions_after_padding=True,
+    ),
+    _like_llama("smollm3", "SmolLM3"),
+    _like_llama("starcoder2", "Starcoder2"),
+    Architecture(
         model_type="xlm-roberta", prefix="XLMRoberta", attention="XLMRobertaSelfAttention", positions_after_padding=True
+    ),
+    Architecture(
+        model_type="xlm-roberta-xl",
+        prefix="XLMRobertaXL",
+        attention="XLMRobertaXLSelfAttention",
+        positions_after_padding=True,
     ),
 )
 
+#: the rows that come with the package: code that travels with a checkpoint knows these
+BUILT_IN = frozenset(row.model_type for row in _ARCHITECTURES)
 #: model_type in Transformers -> Architecture
-ARCHITECTURES = {architecture.model_type: architecture for architecture in _ARCHITECTURES}
+ARCHITECTURES = {row.model_type: row for row in _ARCHITECTURES if row.available}
+#: the same of those that the installed Transformers lacks
+UNAVAILABLE = {row.model_type: row for row in _ARCHITECTURES if not row.available}
+#: model_type -> why it is not supported, where the reason is not that nobody wrote a row
+REFUSED = {
+    **dict.fromkeys(
+        ("deberta", "deberta-v2"),
+        "its disentangled attention adds products of contents and relative positions to the logits, which no summary "
+        "of keys has",
+    ),
+    "mpnet": "its attention adds a relative position bias to the logits, which no summary of keys has",
+}
 
 # What the `model_type` of every converted checkpoint starts with.
 MODEL_TYPE_PREFIX = "linattn_"

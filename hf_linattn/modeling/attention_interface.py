@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from .cache import LinAttnCacheLayer, cache_layer
 
@@ -24,12 +29,27 @@ ATTENTION_NAME = f"linattn.{__package__}"
 CACHE_KEYWORD = "linattn_cache"
 
 
+def _codes(mask_function: Any) -> list[Any]:
+    """The code of a mask function, and of those that Transformers' `and_masks` or `or_masks` has combined in it."""
+    cells = getattr(mask_function, "__closure__", None) or ()
+    parts = cells[0].cell_contents if cells else ()
+    functions = [mask_function, *(parts if isinstance(parts, tuple) else ())]
+    return [getattr(function, "__code__", None) for function in functions]
+
+
+#: of masks with a sliding window of any size; the layers know the size, and get it with each call
+_SLIDING = [
+    _codes(make(1)) for make in (sliding_window_causal_mask_function, sliding_window_bidirectional_mask_function)
+]
+
+
 def linattn_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
+    kv_offset: int = 0,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask function: see the top of this file for what it returns.
@@ -39,9 +59,10 @@ def linattn_mask(
     """
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
     # while tracing, Transformers asks for a mask of packed sequences whether there are any or not
-    if not tracing and mask_function not in (None, bidirectional_mask_function, causal_mask_function):
+    plain = mask_function in (None, bidirectional_mask_function, causal_mask_function)
+    if not tracing and not plain and _codes(mask_function) not in _SLIDING:
         raise ValueError(
-            "A converted model takes padding masks only: sliding windows, custom masks and several documents packed "
+            "A converted model takes padding masks only: custom masks and several documents packed "
             "into one row (position_ids that start again) are not supported. Give each document a row of its own."
         )
     if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
@@ -56,7 +77,8 @@ def linattn_mask(
             f"attention_mask has shape {tuple(attention_mask.shape)}; a converted model takes (batch, length), "
             "since a mask per query and key would grow with the square of the length."
         )
-    mask = attention_mask.bool()
+    # of tokens that left a sliding window, the cache has no keys
+    mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if tracing:
         return mask
     # looked at once per forward pass, not once per layer
@@ -102,7 +124,10 @@ def linattn_attention_forward(
     linear = getattr(module, "linattn", None)
     if linear is None:
         causal = getattr(module, "is_causal", False)
-        out = _softmax_attention(query, key, value, attention_mask, scaling, dropout, causal)
+        window = kwargs.get("sliding_window")
+        out = softmax_attention(
+            query, key, value, attention_mask, scaling, dropout=dropout, causal=causal, window=window
+        )
     else:
         dtype = value.dtype
         if getattr(module, "reorder_and_upcast_attn", False):
@@ -113,17 +138,39 @@ def linattn_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    *,
+    dropout: float = 0.0,
+    causal: bool,
+    window: int | None = None,
 ) -> Tensor:
-    """Layers that were not converted, and cross-attention."""
+    """Layers that were not converted, and cross-attention: same shape as the query.
+
+    Args:
+        query, key, value: (batch, heads, length, dim).
+        mask: as `linattn_mask` returns it.
+        scaling: factor of the logits.
+        dropout: probability, of attention weights.
+        causal: whether a token sees itself and earlier ones only.
+        window: of a sliding window, how far apart tokens do not see each other.
+    """
     length, seen = query.shape[2], key.shape[2]
     causal = causal and length > 1
     if mask is not None:
         if mask.ndim == 1:
             mask = torch.arange(seen, device=key.device) < mask[:, None]
         mask = mask[:, None, None, :]
-    if causal and (mask is not None or length != seen):
+    if window is not None and window < seen:
+        if length == seen and length > 2 * window:
+            return _attention_in_blocks(query, key, value, mask, scaling, dropout, causal, window)
+        near = _near(torch.arange(seen - length, seen, device=key.device), seen, causal, window)
+        mask, causal = near if mask is None else mask & near, False
+    elif causal and (mask is not None or length != seen):
         position = torch.arange(seen, device=key.device)
         earlier = position <= position[seen - length :, None]
         mask, causal = earlier if mask is None else mask & earlier, False
@@ -137,6 +184,53 @@ def _softmax_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
     )
     return out if nothing is None else out.masked_fill(nothing, 0.0)
+
+
+def _near(position: Tensor, seen: int, causal: bool, window: int) -> Tensor:
+    """(queries, keys) bool: which of `seen` keys are in the sliding window of queries at these positions."""
+    distance = position[:, None] - torch.arange(seen, device=position.device)
+    return (distance < window) & (distance >= 0 if causal else distance > -window)
+
+
+def _attention_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+    causal: bool,
+    window: int,
+) -> Tensor:
+    """A sliding window over a long row: each block of `window` queries with the block before, and after if not causal.
+
+    Memory and time grow linearly with the length.
+    """
+    batch, length = query.shape[0], query.shape[2]
+    blocks, after = -(-length // window), 0 if causal else window
+    end = blocks * window - length
+    span = 2 * window + after
+
+    def queries(x: Tensor) -> Tensor:
+        # (batch, heads, length, dim) -> (batch * blocks, heads, window, dim)
+        x = F.pad(x, (0, 0, 0, end)).unflatten(2, (blocks, window))
+        return x.transpose(1, 2).flatten(0, 1)
+
+    def keys(x: Tensor) -> Tensor:
+        # (batch, heads, length, dim) -> (batch * blocks, heads, span, dim)
+        x = F.pad(x, (0, 0, window, end + after)).unfold(2, span, window)
+        return x.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    real = torch.ones(1, length, dtype=torch.bool, device=key.device) if mask is None else mask[:, 0, 0]
+    real = F.pad(real, (window, end + after)).unfold(1, span, window)
+    near = _near(torch.arange(window, 2 * window, device=key.device), span, causal, window)
+    # (batch or 1, blocks, window, span)
+    seen = near & real[:, :, None, :]
+    seen = (seen | ~seen.any(-1, keepdim=True)).expand(batch, -1, -1, -1).flatten(0, 1)
+    out = F.scaled_dot_product_attention(
+        queries(query), keys(key), keys(value), attn_mask=seen[:, None], dropout_p=dropout, scale=scaling
+    )
+    return out.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def _linear_attention(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import transformers
 from transformers import PreTrainedConfig
 
-from .architectures import ARCHITECTURES, MODEL_TYPE_PREFIX
+from .architectures import ARCHITECTURES, BUILT_IN, MODEL_TYPE_PREFIX, Architecture
 
 # `blocks`, `far_part` and `merge` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
 # nothing further
@@ -21,6 +21,7 @@ from .blocks import to_blocks  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
 from .merge import merge  # noqa: F401
+from .peft_defaults import add_peft_defaults
 from .projections import PROJECTIONS, SHARING
 from .validation import check_bool, check_choice, check_integer
 
@@ -378,23 +379,39 @@ class LinAttnConfig(PreTrainedConfig):
             )
         return AttentionConfig.from_dict(self.linattn)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As of every config. PEFT asks for it before it looks up which modules of this `model_type` it adapts."""
+        add_peft_defaults()
+        return super().to_dict()
 
-def _config_class(model_type: str, prefix: str) -> type[LinAttnConfig]:
-    base = getattr(transformers, f"{prefix}Config")
+
+def _config_class(architecture: Architecture) -> type[LinAttnConfig]:
+    base = getattr(transformers, f"{architecture.prefix}Config")
     return type(
-        f"LinAttn{prefix}Config",
+        f"LinAttn{architecture.prefix}Config",
         (LinAttnConfig, base),
         {
             "__module__": __name__,
             "__doc__": f"`{base.__name__}` of a model converted to linear attention.",
-            "model_type": MODEL_TYPE_PREFIX + model_type.replace("-", "_"),
-            "base_model_type": model_type,
-            "_auto_class": "AutoConfig",
+            "model_type": MODEL_TYPE_PREFIX + architecture.model_type.replace("-", "_"),
+            "base_model_type": architecture.model_type,
+            # the files that travel with a checkpoint have the built-in rows only
+            "_auto_class": "AutoConfig" if architecture.model_type in BUILT_IN else None,
         },
     )
 
 
 #: base model_type -> config class; each is also an attribute of this module, as LinAttnBertConfig and so on
-CONFIG_CLASSES = {row.model_type: _config_class(row.model_type, row.prefix) for row in ARCHITECTURES.values()}
-for _class in CONFIG_CLASSES.values():
-    setattr(sys.modules[__name__], _class.__name__, _class)
+CONFIG_CLASSES: dict[str, type[LinAttnConfig]] = {}
+
+
+def add_config_class(architecture: Architecture) -> type[LinAttnConfig]:
+    """Make the config class of a row of the table."""
+    made = _config_class(architecture)
+    CONFIG_CLASSES[architecture.model_type] = made
+    setattr(sys.modules[__name__], made.__name__, made)
+    return made
+
+
+for _row in ARCHITECTURES.values():
+    add_config_class(_row)

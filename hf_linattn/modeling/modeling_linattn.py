@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from .architectures import ARCHITECTURES, Architecture
+from .architectures import ARCHITECTURES, BUILT_IN, Architecture
 from .attention_interface import ATTENTION_NAME, CACHE_KEYWORD
 from .blocks import to_blocks  # noqa: F401
 from .cache import prepare_cache, tokens_seen
@@ -36,6 +36,7 @@ from .linear_attention import LinearAttention
 from .merge import merge  # noqa: F401
 from .methods import METHODS  # noqa: F401
 from .near import NearPart  # noqa: F401
+from .peft_defaults import add_peft_defaults  # noqa: F401
 from .projections import Projection  # noqa: F401
 from .state import State  # noqa: F401
 from .validation import check_integer  # noqa: F401
@@ -150,8 +151,9 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         return ATTENTION_NAME
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        # every head of the architecture can be loaded from the folder, not only the one that was saved
-        self.config.auto_map = auto_map(self.config.base_model_type)
+        if self.config.base_model_type in BUILT_IN:
+            # every head of the architecture can be loaded from the folder, not only the one that was saved
+            self.config.auto_map = auto_map(self.config.base_model_type)
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
@@ -199,6 +201,7 @@ def check_config(config: LinAttnConfig) -> None:
             f"{name}: linattn.max_length={settings.max_length} is more than the {positions} positions of "
             f"max_position_embeddings={config.max_position_embeddings}."
         )
+    check_attention(config)
     its_layers = [settings.of_layer(index) for index in range(config.num_hidden_layers)]
     exact = next((x.exact_length for x in its_layers if x is not None and x.exact_length), 0)
     if architecture.causal and exact:
@@ -218,6 +221,48 @@ def check_config(config: LinAttnConfig) -> None:
             raise ValueError(
                 f"{name}: layers={settings.layers}; the model has layers 0 to {config.num_hidden_layers - 1}."
             )
+    if sliding := sorted({*sliding_layers(config)}.intersection(_converted_layers(config))):
+        raise ValueError(
+            f"{name}: layers {sliding} have a sliding window of {config.sliding_window} tokens, so that their cost is "
+            "linear already. They stay as they are; leave them out of `layers`."
+        )
+
+
+def check_attention(config: Any) -> None:
+    """Whether linear attention can stand for the softmax attention of a base model with this config.
+
+    Raises:
+        ValueError: it cannot; the message names the field.
+    """
+    name = type(config).__name__
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"{name}: attn_logit_softcapping={cap} must be None: linear attention cannot bound each logit. "
+            "attn_logit_softcapping=None in convert(...) leaves the bound out."
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ValueError(
+            f"{name}: use_bidirectional_attention={config.use_bidirectional_attention!r} must be False: a converted "
+            "decoder is causal."
+        )
+    if not getattr(config, "is_causal", True):
+        raise ValueError(f"{name}: is_causal={config.is_causal!r} must be True or left out.")
+
+
+def sliding_layers(config: Any) -> list[int]:
+    """Indices of the layers that see a sliding window of tokens only."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return [index for index, kind in enumerate(types) if kind == "sliding_attention"]
+    # without types, all layers of a model are alike
+    return list(range(config.num_hidden_layers)) if getattr(config, "sliding_window", None) else []
+
+
+def sliding_window(attention: nn.Module) -> int | None:
+    """How far apart tokens do not see each other in a layer, by its attention module; None if they all do."""
+    # where not every layer has one, the module says so, and where all are alike, the config
+    config = getattr(attention, "config", None)
+    return getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
 
 
 def _converted_layers(config: LinAttnConfig) -> tuple[int, ...]:
@@ -339,7 +384,9 @@ def _owner(config: LinAttnConfig) -> str:
 
 def head_dim(config: Any) -> int:
     """Size of one attention head; some configs give it, others leave it to be divided."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # MobileBERT attends in a bottleneck
+    hidden_size = getattr(config, "true_hidden_size", config.hidden_size)
+    return getattr(config, "head_dim", None) or hidden_size // config.num_attention_heads
 
 
 def auto_map(model_type: str) -> dict[str, str]:
@@ -359,7 +406,7 @@ def _model_class(
             "__module__": __name__,
             "__doc__": f"`{base.__name__}` converted to linear attention.",
             "config_class": CONFIG_CLASSES[architecture.model_type],
-            "_auto_class": auto_class,
+            "_auto_class": auto_class if architecture.model_type in BUILT_IN else None,
             # a state that cannot go back: generate() then refuses what needs that
             "_is_stateful": architecture.causal,
         },
@@ -381,19 +428,25 @@ def _heads(architecture: Architecture) -> Iterator[tuple[str, type[PreTrainedMod
 HEAD_CLASSES: dict[str, dict[str, type[LinAttnPreTrainedModel]]] = {}
 #: auto class -> base model_type -> the converted class that it loads
 MODEL_CLASSES: dict[str, dict[str, type[LinAttnPreTrainedModel]]] = {auto: {} for auto in AUTO_CLASSES}
-for _architecture in ARCHITECTURES.values():
-    _made = HEAD_CLASSES[_architecture.model_type] = {}
-    for _auto, _base in _heads(_architecture):
-        if _base.__name__ not in _made:
-            _made[_base.__name__] = _model_class(_base, _architecture, _auto)
-        MODEL_CLASSES[_auto][_architecture.model_type] = _made[_base.__name__]
-    for _name in _architecture.other_heads:
-        _made[_name] = _model_class(getattr(transformers, _name), _architecture, "AutoModelForPreTraining")
-    for _class in _made.values():
-        setattr(sys.modules[__name__], _class.__name__, _class)
+
+
+def add_model_classes(architecture: Architecture) -> None:
+    """Make the model classes of a row of the table, whose config class is there already."""
+    made = HEAD_CLASSES[architecture.model_type] = {}
+    for auto, base in _heads(architecture):
+        if base.__name__ not in made:
+            made[base.__name__] = _model_class(base, architecture, auto)
+        MODEL_CLASSES[auto][architecture.model_type] = made[base.__name__]
+    for name in architecture.other_heads:
+        made[name] = _model_class(getattr(transformers, name), architecture, "AutoModelForPreTraining")
+    for cls in made.values():
+        setattr(sys.modules[__name__], cls.__name__, cls)
     # some heads make their body by `AutoModel.from_config`, which knows remote code only where it is registered too
-    for _auto, _by_type in MODEL_CLASSES.items():
-        if _architecture.model_type in _by_type:
-            getattr(modeling_auto, _auto).register(
-                CONFIG_CLASSES[_architecture.model_type], _by_type[_architecture.model_type]
-            )
+    for auto, by_type in MODEL_CLASSES.items():
+        if architecture.model_type in by_type:
+            config_class = CONFIG_CLASSES[architecture.model_type]
+            getattr(modeling_auto, auto).register(config_class, by_type[architecture.model_type])
+
+
+for _row in ARCHITECTURES.values():
+    add_model_classes(_row)

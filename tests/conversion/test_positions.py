@@ -24,7 +24,8 @@ def position_table(model: torch.nn.Module) -> Tensor:
 
 
 def test_roberta_reserves_the_rows_up_to_its_padding() -> None:
-    assert {family for family, offset in OFFSETS.items() if offset} == {"roberta", "xlm-roberta", "camembert"}
+    rows = {"roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "esm"}
+    assert {name for name, row in ARCHITECTURES.items() if row.positions_after_padding} == rows
 
 
 @pytest.mark.parametrize("max_length", [POSITIONS + 1, 3 * POSITIONS - 7, 3 * POSITIONS])

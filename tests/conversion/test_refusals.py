@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from hf_linattn import LinformerConfig, PerformerConfig, convert
-from hf_linattn.modeling.architectures import ARCHITECTURES
+from hf_linattn.modeling.architectures import ARCHITECTURES, REFUSED
 from hf_linattn.modeling.modeling_linattn import AUTO_CLASSES
 
 from ..helpers import ENCODERS, POSITIONS, converted_model, tiny_config, tiny_model, tokens
@@ -28,7 +28,7 @@ def unsupported(name: str, **overrides) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("MPNet", {}), ("Deberta", {}), ("DebertaV2", {}), ("Esm", {"pad_token_id": 1})],
+    [("MPNet", {}), ("Deberta", {}), ("DebertaV2", {}), ("RoFormer", {})],
 )
 @pytest.mark.parametrize("saved", [False, True])
 def test_other_architectures_are_answered_with_the_list(
@@ -41,6 +41,7 @@ def test_other_architectures_are_answered_with_the_list(
     with pytest.raises(ValueError) as error:
         convert(tmp_path if saved else base, CONFIG)
     assert f"model_type={model_type!r} is not supported" in str(error.value)
+    assert REFUSED.get(model_type, "") in str(error.value)
     assert all(family in str(error.value) for family in ARCHITECTURES)
 
 

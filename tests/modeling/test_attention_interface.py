@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 
 from hf_linattn import AttentionConfig
 from hf_linattn.modeling.attention_interface import ATTENTION_NAME, linattn_attention_forward, linattn_mask
@@ -65,8 +74,16 @@ def test_a_mask_per_query_and_key_is_refused() -> None:
 
 
 def test_masks_that_are_more_than_padding_are_refused() -> None:
-    with pytest.raises(ValueError, match="sliding windows"):
-        mask_of(None, sliding_window_bidirectional_mask_function(4))
+    """Layers know their sliding windows themselves; masks with anything else are refused."""
+    for sliding in (sliding_window_bidirectional_mask_function(4), sliding_window_causal_mask_function(4)):
+        assert mask_of(None, sliding) is None
+        for other in (and_masks(sliding, causal_mask_function), or_masks(sliding, causal_mask_function)):
+            with pytest.raises(ValueError, match="padding masks only: custom masks"):
+                mask_of(None, other)
+    with pytest.raises(ValueError, match="padding masks only: custom masks"):
+        mask_of(None, or_masks(sliding_window_overlay(4), causal_mask_function))
+    with pytest.raises(ValueError, match="padding masks only: custom masks"):
+        mask_of(None, chunked_causal_mask_function(4, torch.zeros(2)))
 
 
 @pytest.mark.parametrize("config", [None, *METHODS], ids=config_id)

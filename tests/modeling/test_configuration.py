@@ -6,12 +6,13 @@ import json
 import pytest
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig
+from hf_linattn.modeling.architectures import ARCHITECTURES
 from hf_linattn.modeling.configuration_linattn import CONFIG_CLASSES, FORMAT_VERSION, method_configs
 from hf_linattn.modeling.feature_maps import FEATURE_MAPS
 from hf_linattn.modeling.methods import METHODS
 
-from ..helpers import AVAILABLE, choices, config_id
 from ..helpers import METHODS as CONFIGS
+from ..helpers import choices, config_id
 
 pytestmark = pytest.mark.core
 
@@ -117,7 +118,7 @@ def test_every_field_says_what_it_is() -> None:
             assert field.metadata["help"].endswith((".", ")")), field.name
 
 
-@pytest.mark.parametrize("family", AVAILABLE)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_model_config_without_settings_says_how_to_make_one(family: str) -> None:
     config = CONFIG_CLASSES[family]()
     assert config.model_type == "linattn_" + family.replace("-", "_")

@@ -5,7 +5,6 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,8 +14,8 @@ from hf_linattn.modeling.feature_maps import FEATURE_MAPS
 from hf_linattn.modeling.methods import METHODS as REGISTRY
 from hf_linattn.modeling.modeling_linattn import position_offset
 
+from ... import helpers
 from ...helpers import (
-    AVAILABLE,
     CAUSAL,
     CAUSAL_FEW,
     METHODS,
@@ -29,8 +28,12 @@ from ...helpers import (
 
 #: the architectures on which every way to attend is tested; on the others it is a few
 ENCODER, DECODER = "bert", "gpt2"
-#: one config of every method, with near keys
-ONE_EACH = [small(method.config, window_size=4, global_tokens=1) for method in REGISTRY.values()]
+#: causal -> one architecture of each kind
+FAMILIES = {False: helpers.ENCODERS, True: helpers.DECODERS}
+#: the class of settings of every method
+CLASSES = [method.config for method in REGISTRY.values()]
+#: one config of each, with near keys
+ONE_EACH = [small(config_class, window_size=4, global_tokens=1) for config_class in CLASSES]
 #: of the rows that the promises are tested of, the shorter ones are exact
 EXACT_ROWS = [dataclasses.replace(config, exact_length=25) for config in ONE_EACH]
 #: every way of an encoder to attend
@@ -42,24 +45,15 @@ WAYS = [
 ]
 
 
-def architectures(*, causal: bool) -> list[Any]:
-    """All names in the table; those that this version of Transformers lacks are skipped."""
-    return [
-        name
-        if name in AVAILABLE
-        else pytest.param(name, marks=pytest.mark.skip(f"this version of Transformers has no {name}"))
-        for name, family in ARCHITECTURES.items()
-        if family.causal == causal
-    ]
+def architectures(*, causal: bool) -> tuple[str, ...]:
+    """One of each kind."""
+    return FAMILIES[causal]
 
 
-def _cases(main: str, ways: list[AttentionConfig], few: list[AttentionConfig], *, causal: bool) -> list[Any]:
-    others = [
-        pytest.param(*name.values, config, marks=name.marks) if hasattr(name, "marks") else (name, config)
-        for name in architectures(causal=causal)
-        if name != main
-        for config in few
-    ]
+def _cases(
+    main: str, ways: list[AttentionConfig], few: list[AttentionConfig], *, causal: bool
+) -> list[tuple[str, AttentionConfig]]:
+    others = [(name, config) for name in architectures(causal=causal) if name != main for config in few]
     return [*((main, config) for config in ways), *others]
 
 
