@@ -29,6 +29,11 @@ def attention(
 ) -> Tensor:
     """What `layer(query, key, value, lengths, scale=scale)` computes, by the formula of its method."""
     settings = layer.settings(scale)
+    position = torch.arange(query.shape[2], device=query.device)
+    valid_lengths = _valid_lengths(lengths, query.shape[2], query.device)
+    valid = (position < valid_lengths[:, None])[:, None, :, None]
+    # nobody reads padding; far from all of a row's keys, its features could overflow
+    query, key, value = (torch.where(valid, x, x[:, :, :1]) for x in (query, key, value))
     if isinstance(layer.far_part, (ClusterFarPart, CausalClusterFarPart)):
         out = cluster_attention(query, key, value, layer.far_part, lengths, settings)
     else:
@@ -38,13 +43,11 @@ def attention(
     if layer.causal:
         return out
     # rows that are attended exactly, and first tokens that see every token
-    position = torch.arange(query.shape[2], device=query.device)
-    valid_lengths = _valid_lengths(lengths, query.shape[2], query.device)
     exact = (valid_lengths <= settings.exact_length)[:, None].expand(len(query), len(position))
     if settings.global_queries and settings.near:
         exact = exact | (position < settings.global_tokens)
     logits = (query * scale) @ key.transpose(-1, -2)
-    logits = logits.masked_fill((position >= valid_lengths[:, None])[:, None, None], float("-inf"))
+    logits = logits.masked_fill(~valid.mT, float("-inf"))
     return torch.where(exact[:, None, :, None], logits.softmax(-1) @ value, out)
 
 

@@ -38,6 +38,7 @@ from hf_linattn.utils.markdown import interval_text, table
 _MARKERS = (("o", "#1b4f8a"), ("s", "#d98b1f"), ("^", "#555555"), ("D", "#9a3b6b"))
 JOINED = {"window_size": 64, "global_tokens": 1, "exact_length": 0}
 MOMENTS = {"init": "moments", "exact_length": 0}
+ROW_MOMENTS = {"init": "row_moments", "exact_length": 0}
 
 
 def _means(length: int, **settings: Any) -> LinformerConfig:
@@ -60,9 +61,17 @@ SETTINGS: dict[str, AttentionConfig] = {
     "Performer, FAVOR+, m=128": PerformerConfig(num_features=128),
     "Performer, moments, m=128": PerformerConfig(num_features=128, **MOMENTS),
     "Performer, moments, hyperbolic, m=128": PerformerConfig(num_features=128, feature_map="hyperbolic", **MOMENTS),
+    "Performer, row moments, m=128": PerformerConfig(num_features=128, **ROW_MOMENTS),
+    "Performer, row moments, hyperbolic, m=128": PerformerConfig(
+        num_features=128, feature_map="hyperbolic", **ROW_MOMENTS
+    ),
     "Performer, FAVOR+, m=256": PerformerConfig(num_features=256),
     "Performer, moments, m=256": PerformerConfig(num_features=256, **MOMENTS),
     "Performer, moments, hyperbolic, m=256": PerformerConfig(num_features=256, feature_map="hyperbolic", **MOMENTS),
+    "Performer, row moments, m=256": PerformerConfig(num_features=256, **ROW_MOMENTS),
+    "Performer, row moments, hyperbolic, m=256": PerformerConfig(
+        num_features=256, feature_map="hyperbolic", **ROW_MOMENTS
+    ),
     "window 64 + first token": LinformerConfig(far=False, **JOINED),
     "window 64 + first token + 64 segment means": _means(64, **JOINED),
     "window 64 + first token + 64 segment means, one direction": _means(64, global_queries=False, **JOINED),
@@ -74,6 +83,10 @@ SETTINGS: dict[str, AttentionConfig] = {
     "window 64 + first token + moments, m=128": PerformerConfig(num_features=128, init="moments", **JOINED),
     "window 64 + first token + moments, hyperbolic, m=128": PerformerConfig(
         num_features=128, feature_map="hyperbolic", init="moments", **JOINED
+    ),
+    "window 64 + first token + row moments, m=128": PerformerConfig(num_features=128, init="row_moments", **JOINED),
+    "window 64 + first token + row moments, hyperbolic, m=128": PerformerConfig(
+        num_features=128, feature_map="hyperbolic", init="row_moments", **JOINED
     ),
 }
 

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, QuantizedCache
 
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig
@@ -223,6 +225,8 @@ def test_the_cache_of_another_model_is_refused(family: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}], ids=str)
 def test_a_cache_that_has_seen_the_text_is_refused(options: dict[str, int]) -> None:
     """A state cannot go back: a second turn is read from a used cache once."""
+    if options and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("chunked prefill of this version reads the whole text again, whatever the cache has seen")
     model, ids = decoder(JOINED), tokens(10)
     first = generated(model, {"input_ids": ids}, max_new_tokens=5, return_dict_in_generate=True)
     turn = {"input_ids": torch.cat((first.sequences, tokens(5, seed=3)), dim=1)}

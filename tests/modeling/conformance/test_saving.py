@@ -61,7 +61,9 @@ def _saved() -> dict[str, tuple[str, AttentionConfig]]:
     for causal, names in ((False, ENCODERS), (True, DECODERS)):
         kinds = _kinds(causal=causal)
         pairs += [(names[i % len(names)], kinds[i % len(kinds)]) for i in range(max(len(names), len(kinds)))]
-    pairs += [(name, small(type(config), layers=[1])) for name in (ENCODER, DECODER) for config in ONE_EACH]
+    pairs += [
+        (name, small(type(config), layers=[1], window_size=4)) for name in (ENCODER, DECODER) for config in ONE_EACH
+    ]
     return {f"{name} {config_id(config)}": (name, config) for name, config in pairs}
 
 
