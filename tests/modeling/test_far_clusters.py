@@ -143,8 +143,9 @@ def test_the_metric_of_long_rows_is_that_of_some_queries(
     query, key, value = qkv(LENGTH, scale=2.0)
     lengths = torch.tensor([LENGTH - 6, 3]) if padded else None
     layer = encoder(window_size=window_size)
-    out = layer(query, key, value, lengths)
-    torch.testing.assert_close(out, naive.attention(layer, query, key, value, lengths))
+    out, expected = layer(query, key, value, lengths), naive.attention(layer, query, key, value, lengths)
+    valid = torch.ones(2, LENGTH).bool() if lengths is None else torch.arange(LENGTH) < lengths[:, None]
+    torch.testing.assert_close(out.transpose(1, 2)[valid], expected.transpose(1, 2)[valid])
     if lengths is not None:
         narrow = (x[:, :, : LENGTH - 6] for x in (query, key, value))
         assert torch.equal(layer(*narrow, lengths), out[:, :, : LENGTH - 6])
