@@ -97,6 +97,7 @@ JOINED: list[AttentionConfig] = [
         for index, config in enumerate(variants(cls))
     ),
     *(small(cls, window_size=4, global_tokens=1, far=False) for cls in _CLASSES),
+    LinformerConfig(projection_length=8, window_size=4, global_tokens=1, selected_tokens=6),
 ]
 #: every way to attend, each once
 METHODS = PURE + JOINED

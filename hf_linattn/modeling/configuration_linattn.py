@@ -181,6 +181,13 @@ class LinformerConfig(AttentionConfig):
         default=0,
         metadata={"help": "Rounds of Lloyd's algorithm that move the landmarks, with projection='cluster' and keys."},
     )
+    selected_tokens: int = field(
+        default=0,
+        metadata={
+            "help": "Far tokens that each block of queries attends to exactly, beside the summaries: those of the "
+            "clusters that matter most to it. With projection='cluster' and a window. Encoders only."
+        },
+    )
     sharing: str = field(
         default="heads",
         metadata={
@@ -196,6 +203,13 @@ class LinformerConfig(AttentionConfig):
         check_choice(type(self).__name__, "projection", self.projection, ("cluster", *PROJECTIONS))
         check_choice(type(self).__name__, "landmarks", self.landmarks, LANDMARKS)
         check_integer(type(self).__name__, "rounds", self.rounds, 0)
+        check_integer(type(self).__name__, "selected_tokens", self.selected_tokens, 0)
+        if self.selected_tokens and not (self.projection == "cluster" and self.window_size):
+            raise ValueError(
+                f"{type(self).__name__}: selected_tokens={self.selected_tokens} must be 0 with "
+                f"projection={self.projection!r} and window_size={self.window_size}; blocks of window_size queries "
+                "select tokens of projection='cluster'."
+            )
         check_choice(type(self).__name__, "sharing", self.sharing, SHARING)
         if self.projection == "cluster" and self.sharing != "heads":
             raise ValueError(

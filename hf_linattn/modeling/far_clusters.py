@@ -31,6 +31,7 @@ from transformers import initialization as init
 
 from .blocks import at, between, chunk_size, running_sums, spaced_positions
 from .far_part import Chunk, FarKeys, Rows, Slots
+from .selection import Selection
 
 #: Share of the second-order term of a slot's log mass that is added to it: of 0, 0.5 and 1, 0.5 is best at 512 tokens
 #: and 1 at 2,048 and 4,096.
@@ -100,6 +101,9 @@ class ClusterFarPart(_ClusterFarPart):
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
         prototypes = config.landmarks == "prototypes"
         super().__init__(config, num_heads=num_heads, head_dim=head_dim, seed=seed, prototypes=prototypes)
+        self.selected_tokens = config.selected_tokens
+        # switches: see `LinAttnPreTrainedModel.branches`
+        self.switches = {"summary": True, "selected": True}
 
     def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Slots:
         slot = self.assign(query, key, rows).slot
@@ -115,7 +119,22 @@ class ClusterFarPart(_ClusterFarPart):
         self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int, scale: float
     ) -> "_BlockClusters":
         assignment = self.assign(query.transpose(1, 2), key.transpose(1, 2), rows)
-        return _BlockClusters(assignment, key, value, self.num_slots, window, scale)
+        clusters = _BlockClusters(assignment, key, value, self.num_slots, window, scale)
+        if self.selected_tokens and self.switches["selected"]:
+            clusters.selection = Selection(
+                query,
+                key,
+                value,
+                valid_lengths=rows.valid_lengths,
+                slot=assignment.slot,
+                members=clusters.total.members.squeeze(1),
+                variance=clusters.variance,
+                window=window,
+                count=self.selected_tokens,
+                scale=scale,
+            )
+        clusters.summary = self.switches["summary"]
+        return clusters
 
     @torch.no_grad()
     def assign(self, query: Tensor, key: Tensor, rows: Rows) -> _Assignment:
@@ -274,9 +293,11 @@ class _BlockClusters:
         with torch.no_grad():
             mean_key = self.total.means()[0].squeeze(1)
             mean_square = _sums(slot, (square.transpose(1, 2).unsqueeze(-1),), slots).means()[0].squeeze(1).squeeze(-1)
-            variance = mean_square - ((mean_key @ metric) * mean_key).sum(-1)
-            # (batch, 1, heads, slots): the same for all blocks
-            self.spread = spread_mass(variance * scale**2, SPREAD).unsqueeze(1)
+            # of the logits of members, a mean over queries: (batch, heads, slots), the same for all blocks
+            variance = (mean_square - ((mean_key @ metric) * mean_key).sum(-1)) * scale**2
+            self.variance = variance.clamp_min(0)
+        self.selection: Selection | None = None
+        self.summary = True
 
     def chunk(self, begin: int, end: int) -> Slots:
         low, high = (begin - 1) * self.window, (end + 1) * self.window
@@ -291,7 +312,14 @@ class _BlockClusters:
         sums = _Sums(tuple(map(far, self.total.totals, near.totals)), far(self.total.members, near.members))
         mean_key, mean_value = sums.means()
         # slots before heads: (batch, blocks, slots, heads, dim)
-        return Slots(mean_key.transpose(2, 3), mean_value.transpose(2, 3), sums.members.log() + self.spread)
+        log_mass = sums.members.log() + spread_mass(self.variance, SPREAD).unsqueeze(1)
+        slots = Slots(mean_key.transpose(2, 3), mean_value.transpose(2, 3), log_mass)
+        if self.selection is None:
+            return slots
+        left, tokens = self.selection.split(slots, begin, end)
+        if not self.summary:
+            return tokens
+        return Slots(*(torch.cat((a, b), dim=dim) for a, b, dim in zip(left, tokens, (2, 2, 3), strict=True)))
 
 
 class CausalClusterFarPart(_ClusterFarPart):
@@ -303,6 +331,10 @@ class CausalClusterFarPart(_ClusterFarPart):
     """
 
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
+        if config.selected_tokens:
+            raise ValueError(
+                f"selected_tokens={config.selected_tokens} must be 0 in a decoder: its state does not keep the tokens."
+            )
         super().__init__(config, num_heads=num_heads, head_dim=head_dim, seed=seed, prototypes=True)
 
     def unit(self, window: int) -> int:

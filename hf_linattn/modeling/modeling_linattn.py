@@ -110,13 +110,20 @@ class LinAttnPreTrainedModel(PreTrainedModel):
 
     @contextmanager
     def branches(
-        self, *, near: bool | None = None, far: bool | None = None, exact: bool | None = None
+        self,
+        *,
+        near: bool | None = None,
+        far: bool | None = None,
+        exact: bool | None = None,
+        summary: bool | None = None,
+        selected: bool | None = None,
     ) -> Iterator[None]:
         """While this lasts, parts of attention are switched off or on. None leaves a part as it is.
 
         Args:
             near, far: the exact part and the method's own part, as by `set_branches`.
             exact: whether short rows are attended exactly (`exact_length`).
+            summary, selected: of the far part with `selected_tokens`, the clusters and the selected tokens.
 
         Raises:
             ValueError: nothing would be left to attend to.
@@ -124,18 +131,25 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         before = self.config.attention
         modules = [module for _, module in self.linear_attentions()]
         exact_before = [module.exact for module in modules]
+        switches = [getattr(module.far_part, "switches", {}) for module in modules]
+        switches_before = [dict(its_own) for its_own in switches]
         self.set_branches(
             near=before.near if near is None else near,
             far=before.far if far is None else far,
         )
         for module, value in zip(modules, exact_before, strict=True):
             module.exact = value if exact is None else exact
+        for its_own in switches:
+            chosen = {"summary": summary, "selected": selected}
+            its_own.update({name: chosen[name] for name in its_own if chosen[name] is not None})
         try:
             yield
         finally:
             self.set_branches(near=before.near, far=before.far)
             for module, value in zip(modules, exact_before, strict=True):
                 module.exact = value
+            for its_own, earlier in zip(switches, switches_before, strict=True):
+                its_own.update(earlier)
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[operator]  # wrapped by decorators without types

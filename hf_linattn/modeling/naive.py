@@ -5,6 +5,7 @@ have no stabilizer and are meant for float64 inputs of moderate size. Nothing th
 does not travel with a checkpoint.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -184,10 +185,26 @@ def cluster_attention(
         mean = (of_row @ key).detach()
         offset = key[:, :, None] - mean[:, :, :, None]
         square = ((offset @ moment[:, :, None]) * offset).sum(-1).detach()
-        log_mass = log_mass + spread_mass((of_row * square).sum(-1), far_clusters.SPREAD)[:, :, None]
+        variance = (of_row * square).sum(-1)
+        log_mass = log_mass + spread_mass(variance, far_clusters.SPREAD)[:, :, None]
     query = query * scale
     near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
     far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + log_mass
+    if isinstance(far_part, ClusterFarPart) and far_part.selected_tokens and far_part.switches["selected"]:
+        # members of the taken slots, (batch, heads, query, key), are near instead
+        taken = _taken(
+            far_logits,
+            members,
+            one_hot.sum(2),
+            variance,
+            valid_lengths,
+            min(window_size, length),
+            far_part.selected_tokens,
+        )
+        near_logits = (query @ key.transpose(-1, -2)).where(
+            (members * taken[..., None]).sum(3).bool() & torch.tensor(far), near_logits
+        )
+        far_logits = far_logits.masked_fill(taken | torch.tensor(not far_part.switches["summary"]), float("-inf"))
     far_logits = far_logits.masked_fill(torch.tensor(not far), float("-inf"))
     probabilities = torch.cat((near_logits, far_logits), dim=-1).softmax(-1)
     # a query that sees no key at all gets zeros
@@ -195,6 +212,38 @@ def cluster_attention(
     out = probabilities[..., :length] @ value
     out = out + torch.einsum("bhis,bhisd->bhid", probabilities[..., length:], weights @ value[:, :, None])
     return after_end(out, lengths) if causal else out
+
+
+def _taken(
+    far_logits: Tensor,
+    members: Tensor,
+    sizes: Tensor,
+    variance: Tensor,
+    valid_lengths: Tensor,
+    window: int,
+    count: int,
+) -> Tensor:
+    """Which slots' tokens queries see in place of the slots, (batch, heads, query, slots) bool, block by block.
+
+    far_logits: (batch, heads, query, slots); members: (batch, heads, query, slot, key); sizes and variance of all
+    members of a slot: (batch, heads, slots).
+    """
+    taken = torch.zeros_like(far_logits, dtype=torch.bool)
+    share = far_logits.detach().softmax(-1).nan_to_num()
+    for row, head in itertools.product(range(len(share)), range(share.shape[1])):
+        valid = int(valid_lengths.expand(len(share))[row])
+        for begin in range(0, share.shape[2], window):
+            block = slice(begin, begin + window)
+            size, exists = sizes[row, head], members[row, head, begin].sum(-1) > 0
+            gain = share[row, head, begin : max(min(begin + window, valid), begin)].sum(0) * variance[row, head]
+            gain = gain / size.clamp_min(1) * (exists & (size <= count))
+            room = count
+            for slot in gain.argsort(descending=True, stable=True).tolist():
+                if gain[slot] <= 0 or size[slot] > room:
+                    break
+                room -= int(size[slot])
+                taken[row, head, block, slot] = True
+    return taken
 
 
 def _metric(query: Tensor, valid_lengths: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Linformer's far part by content: assignments, landmarks and means, against the reference and exact numbers."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -15,12 +16,14 @@ from hf_linattn.modeling.linear_attention import LinearAttention
 
 from ..helpers import (
     assert_values_and_gradients_agree,
+    converted_model,
     from_state,
     in_chunks,
     initial_state,
     linear_attention,
     qkv,
     softmax_attention,
+    tokens,
 )
 
 pytestmark = pytest.mark.core
@@ -49,6 +52,69 @@ def slots_of(layer: LinearAttention, query: Tensor, key: Tensor, lengths: Tensor
 
 
 # the fast form is the reference
+
+
+@LENGTHS
+@SLOTS
+@pytest.mark.parametrize("selected_tokens", [1, 6, 64])
+@pytest.mark.parametrize("summary", [True, False])
+@pytest.mark.parametrize(("window_size", "global_tokens"), [(4, 1), (6, 1), (64, 0)])
+def test_selected_tokens_are_the_reference(
+    window_size: int, global_tokens: int, summary: bool, selected_tokens: int, slots: int, lengths: Tensor | None
+) -> None:
+    layer = encoder(slots, window_size=window_size, global_tokens=global_tokens, selected_tokens=selected_tokens)
+    layer.far_part.switches["summary"] = summary
+    assert_values_and_gradients_agree(
+        lambda *x: layer(*x, lengths),
+        lambda *x: naive.attention(layer, *x, lengths),
+        qkv(LENGTH, dim=HEAD_DIM),
+        valid=None if lengths is None else torch.arange(LENGTH) < lengths[:, None],
+    )
+
+
+@LENGTHS
+@SLOTS
+def test_all_tokens_selected_are_softmax(slots: int, lengths: Tensor | None) -> None:
+    layer, inputs = encoder(slots, window_size=4, selected_tokens=LENGTH), qkv(LENGTH, dim=HEAD_DIM, scale=2.0)
+    valid = torch.ones(2, LENGTH).bool() if lengths is None else torch.arange(LENGTH) < lengths[:, None]
+    out, expected = layer(*inputs, lengths), softmax_attention(*inputs, valid[:, None, :])
+    torch.testing.assert_close(out.transpose(1, 2)[valid], expected.transpose(1, 2)[valid], rtol=1e-5, atol=1e-5)
+
+
+def test_the_tokens_that_a_block_asks_for_are_selected() -> None:
+    """A far key that all look at, in a cluster with another: the summary blurs it, and the token is exact."""
+    query, key, value = qkv(64, dim=HEAD_DIM, scale=0.5)
+    key[:, :, 40], key[:, :, 50], query[:, :, :4] = 3.0, 2.0, 2.0
+    expected = softmax_attention(query, key, value)[:, :, :4]
+    errors = [
+        (encoder(2, window_size=4, selected_tokens=count)(query, key, value)[:, :, :4] - expected).abs().max()
+        for count in (0, 24)
+    ]
+    assert errors[0] > 0.1
+    assert errors[1] < errors[0] / 10
+
+
+@pytest.mark.parametrize("settings", [{"window_size": 0}, {"window_size": 4, "projection": "mean"}], ids=str)
+def test_selected_tokens_need_clusters_and_a_window(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"selected_tokens=5 must be 0 with projection='\w+' and window_size=\d"):
+        LinformerConfig(selected_tokens=5, **settings)
+    with pytest.raises(ValueError, match="selected_tokens=5 must be 0 in a decoder"):
+        decoder(window_size=4, selected_tokens=5)
+
+
+@torch.no_grad()
+def test_parts_of_the_far_part_are_switched_off_in_turn() -> None:
+    config = LinformerConfig(projection_length=4, window_size=4, selected_tokens=6, exact_length=0)
+    model, inputs = converted_model(config, "bert"), {"input_ids": tokens(LENGTH)}
+    outputs = [model(**inputs)[0]]
+    for switches in ({"near": False}, {"selected": False}, {"summary": False}, {"far": False}):
+        with model.branches(**switches):
+            outputs.append(model(**inputs)[0])
+    for index, out in enumerate(outputs):
+        assert not any(torch.allclose(out, other, atol=1e-3) for other in outputs[:index])
+    assert torch.equal(model(**inputs)[0], outputs[0])
+    without = converted_model(dataclasses.replace(config, selected_tokens=0), "bert")
+    torch.testing.assert_close(without(**inputs)[0], outputs[2])
 
 
 @LENGTHS
