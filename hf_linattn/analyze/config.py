@@ -26,6 +26,7 @@ CANDIDATES: dict[str, AttentionConfig] = {
     **{f"window {size} + k=64": _window(size, projection_length=64) for size in (32, 64, 128)},
     **{f"Linformer k={k}": _linformer(k) for k in (32, 64, 128, 256)},
     **{f"window 64 + {k} clusters": _clusters(k, window_size=64) for k in (32, 64, 128)},
+    "window 64 + 64 clusters + 128 selected": _clusters(64, window_size=64, selected_tokens=128),
     **{f"{k} clusters": _clusters(k) for k in (64, 128, 256)},
     "window 64 + m=64": PerformerConfig(num_features=64, feature_map="learned", window_size=64, global_tokens=1),
     "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),

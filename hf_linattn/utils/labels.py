@@ -25,6 +25,8 @@ def attention_text(settings: dict[str, Any]) -> str:
         names = {"learned": "trainable, starts as segment means", "cluster": "clusters of keys"}
         start = names.get(settings["projection"], settings["projection"])
         parts.append(f"Linformer k={settings['projection_length']} ({start})")
+        if settings.get("selected_tokens"):
+            parts.append(f"{settings['selected_tokens']} tokens selected")
     else:
         start = {"learned": "trainable, starts as FAVOR+"}.get(settings["feature_map"], settings["feature_map"])
         matched = {"moments": ", matched to moments", "row_moments": ", matched to each document"}

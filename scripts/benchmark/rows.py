@@ -169,6 +169,10 @@ def _ours(name: str, config: str) -> list[Row]:
     ]
 
 
+def _encoder(name: str, config: str) -> list[Row]:
+    return _ours(name, config)[:1]
+
+
 def _softmax(causal: bool, shape: Shape) -> Attention:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
@@ -238,6 +242,22 @@ ROWS = [
         "window 64 + first token + Performer, m=128",
         "PerformerConfig(num_features=128, window_size=64, global_tokens=1)",
     ),
+    *_ours("64 clusters", "LinformerConfig(projection='cluster', projection_length=64)"),
+    *_ours("256 clusters", "LinformerConfig(projection='cluster', projection_length=256)"),
+    *_ours(
+        "window 64 + first token + 64 clusters",
+        "LinformerConfig(projection='cluster', projection_length=64, window_size=64, global_tokens=1)",
+    ),
+    *_encoder(
+        "window 64 + first token + 128 clusters",
+        "LinformerConfig(projection='cluster', projection_length=128, window_size=64, global_tokens=1)",
+    ),
+    *_encoder(
+        "window 64 + first token + 64 clusters + 128 selected tokens",
+        "LinformerConfig(projection='cluster', projection_length=64, window_size=64, global_tokens=1, "
+        "selected_tokens=128)",
+    ),
+    *_encoder("Performer, row moments, m=128", "PerformerConfig(num_features=128, init='row_moments')"),
     Row("performer-pytorch, m=128", partial(_performer_pytorch, False), package="performer_pytorch"),
     Row("linformer, k=256", _linformer, package="linformer"),
     Row(
