@@ -8,9 +8,11 @@ mean cosine of the pooled embedding to the original's, with a bootstrap interval
 correlation of the similarities of all pairs. Beyond 512 tokens the original repeats its positions. `exact_length`
 is 0: what is measured is linear attention at every length. Moments are matched on calibration texts, none of which
 is measured. The passkey probe (accuracy of a linear probe on the first token's state, 512 tokens) is measured for the
-settings that have a window.
+settings that have a window. What is measured is kept as it comes: the same command goes on where an interrupted one
+ended, and measures settings that are new.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +34,7 @@ from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.data import DataConfig
 from hf_linattn.evaluate import CompareConfig, TaskConfig, compare
 from hf_linattn.evaluate.intervals import bootstrap_interval
+from hf_linattn.utils.files import write_text
 from hf_linattn.utils.markdown import interval_text, table
 
 # marker and color of each kind of text
@@ -79,6 +82,8 @@ SETTINGS: dict[str, AttentionConfig] = {
     "window 64 + first token + 64 clusters, one direction": _clusters(64, global_queries=False, **JOINED),
     "64 clusters of far tokens only (window off)": _clusters(64, near=False, **JOINED),
     "window 64 + first token + 128 clusters": _clusters(128, **JOINED),
+    "window 64 + first token + 64 clusters + 128 selected tokens": _clusters(64, selected_tokens=128, **JOINED),
+    "window 64 + first token + 128 clusters + 128 selected tokens": _clusters(128, selected_tokens=128, **JOINED),
     "window 64 + first token + FAVOR+, m=128": PerformerConfig(num_features=128, **JOINED),
     "window 64 + first token + moments, m=128": PerformerConfig(num_features=128, init="moments", **JOINED),
     "window 64 + first token + moments, hyperbolic, m=128": PerformerConfig(
@@ -118,11 +123,18 @@ def _normalized(model: Any, documents: list[list[int]]) -> np.ndarray:
 
 
 def rows_of_length(
-    length: int, documents: dict[str, list[list[int]]], base: Any, tokenizer: Any, calibration: list[str], seeds: int
-) -> Iterator[Row]:
-    """All settings on documents (kind -> token ids) of one length."""
+    length: int,
+    documents: dict[str, list[list[int]]],
+    base: Any,
+    tokenizer: Any,
+    calibration: list[str],
+    seeds: int,
+    names: list[str],
+) -> Iterator[list[Row]]:
+    """The settings of these names on documents (kind -> token ids) of one length."""
     original = {kind: _normalized(extend_positions(base, length), ids) for kind, ids in documents.items()}
-    for name, config in tqdm(SETTINGS.items(), desc=f"{length} tokens", unit="setting"):
+    for name in tqdm(names, desc=f"{length} tokens", unit="setting"):
+        config = SETTINGS[name]
         random = isinstance(config, PerformerConfig) and config.far
         found: dict[str, list[np.ndarray]] = {kind: [] for kind in documents}
         for seed in range(seeds if random else 1):
@@ -132,25 +144,31 @@ def rows_of_length(
             )
             for kind, ids in documents.items():
                 found[kind].append(_normalized(model, ids))
+        rows = []
         for kind, outputs in found.items():
             cosines = [((original[kind] * output).sum(1),) for output in outputs]
             its = bootstrap_interval(mean, cosines)
             correlation = float(np.mean([rank_correlation(original[kind], output) for output in outputs]))
-            yield Row(name, kind, length, len(original[kind]), len(outputs), its.value, its.low, its.high, correlation)
+            rows.append(
+                Row(name, kind, length, len(original[kind]), len(outputs), its.value, its.low, its.high, correlation)
+            )
+        yield rows
 
 
-def passkeys(folder: str, examples: int, calibration: list[str], tokenizer: Any) -> dict[str, dict[str, float]]:
-    """Accuracy of the passkey probe at 512 tokens of softmax and of each setting with a window, with its interval."""
+def passkeys(
+    folder: str, examples: int, calibration: list[str], tokenizer: Any, names: list[str]
+) -> dict[str, dict[str, float]]:
+    """Accuracy of the passkey probe at 512 tokens of softmax and of these settings, with its interval."""
     base = AutoModel.from_pretrained(folder).eval()
     with TemporaryDirectory() as place:
         converted: dict[str, str] = {}
-        for name, config in SETTINGS.items():
-            if config.window_size and config.near:
-                texts = calibration if getattr(config, "init", "") == "moments" else None
-                path = Path(place) / str(len(converted))
-                convert(base, config, calibration_texts=texts, tokenizer=tokenizer).save_pretrained(path)
-                tokenizer.save_pretrained(path)
-                converted[name] = str(path)
+        for name in names:
+            config = SETTINGS[name]
+            texts = calibration if getattr(config, "init", "") == "moments" else None
+            path = Path(place) / str(len(converted))
+            convert(base, config, calibration_texts=texts, tokenizer=tokenizer).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+            converted[name] = str(path)
         report = compare(
             folder,
             converted,
@@ -176,7 +194,9 @@ def markdown(rows: list[Row], keys: dict[str, Any]) -> str:
             body.append([name, *cosines, *(f"{cell.rank_correlation:.2f}" for cell in cells)])
         parts.append(f"### {length} tokens\n\n{table(head, body)}")
     if keys:
-        body = [[name, interval_text(x["value"], x["low"], x["high"], "{:.2f}")] for name, x in keys.items()]
+        # softmax first
+        order = [*(name for name in keys if name not in SETTINGS), *(name for name in SETTINGS if name in keys)]
+        body = [[n, interval_text(keys[n]["value"], keys[n]["low"], keys[n]["high"], "{:.2f}")] for n in order]
         parts.append(f"### Passkey probe, 512 tokens (chance 0.10)\n\n{table(['model', 'accuracy'], body)}")
     return "\n\n".join(parts)
 
@@ -232,24 +252,41 @@ def main() -> int:
     base, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     # more of a novel than is read need not be tokenized
     calibration = [text[:20_000] for text in texts_of(options.calibration or "topics", 32)]
-    rows: list[Row] = []
-    for length, count in zip(options.lengths, options.documents, strict=False):
-        documents = token_ids(options.texts, tokenizer, length, count)
-        documents = {kind: [ids for ids in listed if len(ids) == length] for kind, listed in documents.items()}
-        documents = {kind: listed for kind, listed in documents.items() if len(listed) >= 2}
-        rows += rows_of_length(length, documents, base, tokenizer, calibration, options.seeds)
-    keys = passkeys(folder, options.passkeys, calibration, tokenizer) if options.passkeys else {}
-
-    report = {
+    report: dict[str, Any] = {
         "model": "all-MiniLM-L6-v2",
         "texts": [Path(name).name for name in options.texts],
         "calibration": Path(options.calibration or "topics").name,
         "training": "none",
         "seeds": options.seeds,
         "torch": torch.__version__,
-        "rows": [asdict(row) for row in rows],
-        "passkey_probe": keys,
+        "passkey_examples": options.passkeys,
+        "passkey_probe": {},
     }
+    path = options.output.with_suffix(".json")
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    rows: list[Row] = []
+    if all(earlier.get(name) == value for name, value in report.items() if name != "passkey_probe"):
+        rows = [Row(**row) for row in earlier["rows"] if row["setting"] in SETTINGS]
+        report["passkey_probe"] = earlier["passkey_probe"]
+
+    def keep() -> None:
+        write_text(path, json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for length, count in zip(options.lengths, options.documents, strict=False):
+        documents = token_ids(options.texts, tokenizer, length, count)
+        documents = {kind: [ids for ids in listed if len(ids) == length] for kind, listed in documents.items()}
+        documents = {kind: listed for kind, listed in documents.items() if len(listed) >= 2}
+        known = {row.setting for row in rows if row.length == length}
+        names = [name for name in SETTINGS if name not in known]
+        for new in rows_of_length(length, documents, base, tokenizer, calibration, options.seeds, names):
+            rows += new
+            keep()
+    keys = report["passkey_probe"]
+    names = [name for name, config in SETTINGS.items() if config.window_size and config.near and name not in keys]
+    if options.passkeys and names:
+        keys |= passkeys(folder, options.passkeys, calibration, tokenizer, names)
+    report["rows"] = [asdict(row) for row in rows]
     write_report(options.output, report, markdown(rows, keys), plot(rows))
     return 0
 
