@@ -97,7 +97,8 @@ JOINED: list[AttentionConfig] = [
         for index, config in enumerate(variants(cls))
     ),
     *(small(cls, window_size=4, global_tokens=1, far=False) for cls in _CLASSES),
-    LinformerConfig(projection_length=8, window_size=4, global_tokens=1, selected_tokens=6),
+    # with 6, two clusters are so nearly alike that the rounding of float16 decides which is selected
+    LinformerConfig(projection_length=8, window_size=4, global_tokens=1, selected_tokens=7),
 ]
 #: every way to attend, each once
 METHODS = PURE + JOINED

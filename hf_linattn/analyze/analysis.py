@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from ..conversion.convert import checked_texts, converted_config
+from ..conversion.flops import linear_flops, linear_layers_flops, softmax_flops
 from ..conversion.positions import extend_positions
 from ..conversion.softmax import AttentionCall, SoftmaxAttention, watch_attention
-from ..conversion.summary import linear_flops, softmax_flops
 from ..data.tokenizers import tokenizer_of
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, PerformerConfig
 from ..modeling.modeling_linattn import LinearAttention, linear_attention, sliding_layers
 from ..utils.labels import checkpoint_name
 from .config import AnalyzeConfig, candidates_for
-from .cost import Cost, linear_layers_operations, measure
+from .cost import Cost, measure
 from .spectra import HeadStatistics, LayerStatistics, LayerSums
 
 #: Raised when a field changes its meaning.
@@ -429,7 +429,7 @@ class _Analyzer(SwappedModel):
             for name, converted in self.converted.items()
         }
         with torch.no_grad():
-            rest = linear_layers_operations(self.base.base_model, self._forward)
+            rest = linear_layers_flops(self.base.base_model, self._forward)
         return softmax_flops(reference, self.length), candidates, rest
 
     def _forward(self) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
+from ..modeling.validation import check_integer, check_integers
 
 
 def _window(size: int, **settings: Any) -> LinformerConfig:
@@ -91,14 +92,11 @@ class AnalyzeConfig:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            values = value if f.name == "window_sizes" else [value]
-            if value is None:
-                continue
-            if f.name not in ("feature_error", "position_extension"):
-                least = 0 if f.name == "seed" else 1
-                if not values or any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in values):
-                    raise ValueError(f"{f.name}={value!r} must be of integers of at least {least}.")
+            value, name = getattr(self, f.name), type(self).__name__
+            if f.name == "window_sizes":
+                check_integers(name, f.name, value, 1)
+            elif f.name not in ("feature_error", "position_extension"):
+                check_integer(name, f.name, value, 0 if f.name == "seed" else 1, optional=f.default is None)
         if not isinstance(self.feature_error, (int, float)) or not 0 < self.feature_error < 1:
             raise ValueError(f"feature_error={self.feature_error!r} must be a number between 0 and 1.")
         if self.max_length is not None and self.max_length < self.length:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from ..utils.hooks import hooked
 
 # Runs of which the median counts, after one that does not.
 _RUNS = 5
@@ -81,18 +79,3 @@ def measure(run: Callable[[], Any], device: torch.device, operations: float) -> 
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def linear_layers_operations(model: nn.Module, run: Callable[[], Any]) -> float:
-    """Operations of the matrix products with weights in a forward pass of `model`."""
-    total = 0.0
-
-    def count(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal total
-        total += 2.0 * args[0].numel() // args[0].shape[-1] * module.get_parameter("weight").numel()
-
-    # Conv1D is GPT-2's linear layer
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    with hooked(module.register_forward_hook(count) for module in layers):
-        run()
-    return total

@@ -1,15 +1,10 @@
 """What attention costs before and after a conversion, counted, not timed."""
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..modeling.architectures import ARCHITECTURES
-from ..modeling.configuration_linattn import AttentionConfig, LinAttnConfig
-from ..modeling.modeling_linattn import LinAttnPreTrainedModel, head_dim, linear_attention, sliding_layers
+from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from .flops import attention_flops, base_flops, crossover
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,70 +71,6 @@ def summarize(model: LinAttnPreTrainedModel) -> ConversionSummary:
         max_length=length,
         rotary=ARCHITECTURES[config.base_model_type].position_table is None,
         flops=attention_flops(config, length) / length,
-        softmax_flops=_base_flops(config, length) / length,
-        crossover=_crossover(config, length),
+        softmax_flops=base_flops(config, length) / length,
+        crossover=crossover(config, length),
     )
-
-
-def softmax_flops(config: Any, length: int, window: int | None = None) -> float:
-    """Operations of one softmax layer: q.k and weights times v, two for a multiply-add; half of it if causal.
-
-    With a sliding window, a token sees `window` keys on each side that it sees.
-    """
-    causal = ARCHITECTURES[config.base_model_type].causal
-    seen = length / 2 if causal else length
-    if window is not None:
-        seen = min(seen, window if causal else 2 * window)
-    return 4.0 * length * seen * config.num_attention_heads * head_dim(config)
-
-
-def _base_flops(config: LinAttnConfig, length: int) -> float:
-    """Operations of all layers as they were before the conversion."""
-    sliding = len(sliding_layers(config))
-    full = config.num_hidden_layers - sliding
-    return full * softmax_flops(config, length) + (
-        sliding * softmax_flops(config, length, config.sliding_window) if sliding else 0.0
-    )
-
-
-def linear_flops(settings: AttentionConfig, config: LinAttnConfig, length: int) -> float:
-    """Operations of one converted layer, counted while it runs on tensors without storage."""
-    with torch.device("meta"), torch.no_grad():
-        module = linear_attention(settings, config, 0)
-        x: Tensor = torch.empty(1, config.num_attention_heads, length, head_dim(config))
-        with FlopCounterMode(display=False) as counter:
-            module(x, x, x)
-    return counter.get_total_flops()
-
-
-def attention_flops(config: LinAttnConfig, length: int) -> float:
-    """Operations of all attention layers of a document of `length` tokens, converted or not."""
-    attention, sliding = config.attention, len(sliding_layers(config))
-    layers = [attention.of_layer(index) for index in range(config.num_hidden_layers)]
-    # layers of the same settings cost the same
-    converted = sum(
-        layers.count(settings) * linear_flops(settings, config, length)
-        for settings in _distinct(layers)
-        if settings is not None
-    )
-    unconverted = (layers.count(None) - sliding) * softmax_flops(config, length)
-    return converted + unconverted + (sliding and sliding * softmax_flops(config, length, config.sliding_window))
-
-
-def _distinct(layers: list[AttentionConfig | None]) -> list[AttentionConfig | None]:
-    return [settings for index, settings in enumerate(layers) if settings not in layers[:index]]
-
-
-def _crossover(config: LinAttnConfig, longest: int) -> int | None:
-    """The first length where the linear operations are fewer, found by halving: they grow by whole blocks."""
-
-    def fewer(length: int) -> bool:
-        return attention_flops(config, length) < _base_flops(config, length)
-
-    low, high = 1, longest
-    if not fewer(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fewer(middle) else (middle + 1, high)
-    return low

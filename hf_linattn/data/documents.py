@@ -13,6 +13,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from pandas.errors import EmptyDataError
 from pyarrow import ArrowInvalid
 
+from ..modeling.validation import check_integer
 from .faults import ending_of, fault_of, place_of
 from .presets import PRESETS
 
@@ -94,9 +95,7 @@ class DataConfig:
         if not self.dataset:
             raise ValueError("dataset='' must be a Hub id, a path, a preset, or 'topics'.")
         for name in ("max_documents", "max_classes", "max_per_class"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+            check_integer(type(self).__name__, name, getattr(self, name), 1, optional=True)
         for name in ("max_classes", "max_per_class", "label_value"):
             if getattr(self, name) is not None and self.resolved().label_column is None:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs a label_column.")

@@ -24,8 +24,22 @@ def check_integer(owner: str, name: str, value: Any, minimum: int, *, optional: 
     """
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if not _is_integer(value, minimum):
         raise ValueError(f"{owner}: {name}={value!r} must be an integer of at least {minimum}.")
+
+
+def check_integers(owner: str, name: str, values: Any, minimum: int) -> None:
+    """Whether `values` is a list of integers (no bool) of at least `minimum`, and not empty.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(values, (list, tuple)) or not values or not all(_is_integer(x, minimum) for x in values):
+        raise ValueError(f"{owner}: {name}={values!r} must be integers of at least {minimum}, one or more.")
+
+
+def _is_integer(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def check_number(owner: str, name: str, value: Any, minimum: float, *, above: bool = False) -> None:

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModel
 
 from hf_linattn import LayerwiseConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.conversion.summary import linear_flops, softmax_flops, summarize
+from hf_linattn.conversion.flops import linear_flops, softmax_flops
+from hf_linattn.conversion.summary import summarize
 from hf_linattn.evaluate.models import compared_models
 from hf_linattn.modeling.configuration_linattn import AttentionConfig
 from hf_linattn.publish.card import model_card

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ...data.documents import DataConfig, Documents, load_documents
-from ...modeling.validation import check_bool, check_integer, check_number
+from ...modeling.validation import check_bool, check_integer, check_integers, check_number
 from ..metrics import MetricFunction, load_metric, metric_function
 from ..runner import Runner
 
@@ -35,8 +35,7 @@ class TaskOptions:
     seed: int = field(default=0, metadata={"help": "Seed of folds, masks and generated examples."})
 
     def __post_init__(self) -> None:
-        if not self.lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 8 for n in self.lengths):
-            raise ValueError(f"{type(self).__name__}: lengths={self.lengths!r} must be integers of at least 8.")
+        check_integers(type(self).__name__, "lengths", self.lengths, 8)
         self.lengths = sorted(set(self.lengths))
         check_bool(type(self).__name__, "truncate", self.truncate)
         check_integer(type(self).__name__, "seed", self.seed, 0)
