@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..modeling.modeling_linattn import MODEL_CLASSES
 from ..utils.files import inside
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 #: What Transformers writes of the tokenizers of the supported architectures.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt"),
     *("tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model"),
     "chat_template.jinja",
@@ -23,6 +24,14 @@ CHAT_TEMPLATES = "additional_chat_templates"
 SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 #: What such a folder holds.
 SENTENCE_MODULE_FILES = ("config.json", WEIGHTS)
+
+# Kind of model of sentence-transformers -> ends of the heads that it is made of; "": the model without a head.
+_KINDS = {
+    "SentenceTransformer": ("",),
+    "MultiVectorEncoder": ("",),
+    "SparseEncoder": ("ForMaskedLM",),
+    "CrossEncoder": ("ForSequenceClassification", "ForCausalLM", "LMHeadModel"),
+}
 
 # weights in formats that are read and never written
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -117,6 +126,27 @@ def sentence_module_folders(folder: Path) -> list[str]:
             inside(folder, part.relative_to(folder).as_posix(), file=file, field="path")
         folders.append(Path(os.path.normpath(name)).as_posix())
     return folders
+
+
+def sentence_kind(folder: Path, architecture: str) -> str | None:
+    """What sentence-transformers makes of a model with the modules of a folder, such as "SentenceTransformer".
+
+    None where there are no modules, or where they belong to another head: a classifier that was trained from a
+    sentence encoder is no sentence encoder.
+
+    Args:
+        folder: has modules.json, or not.
+        architecture: name of the model's class.
+    """
+    if not (folder / SENTENCE_FILES[0]).is_file():
+        return None
+    values = json_of(folder / SENTENCE_FILES[2])
+    # older versions knew one kind only
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    kind = kind if kind in _KINDS else "SentenceTransformer"
+    if architecture in {cls.__name__ for cls in MODEL_CLASSES["AutoModel"].values()}:
+        return kind if "" in _KINDS[kind] else None
+    return kind if any(end and architecture.endswith(end) for end in _KINDS[kind]) else None
 
 
 def json_of(path: Path) -> Any:

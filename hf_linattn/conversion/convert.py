@@ -34,6 +34,7 @@ from ..modeling.modeling_linattn import (
     self_attentions,
     sliding_layers,
 )
+from ..utils.digest import weights_digest
 from .calibration import calibrate, check_calibration, default_texts, tokenized
 from .checkpoint_files import check_checkpoint
 from .positions import (
@@ -163,6 +164,8 @@ def convert(
             "tokens": sum(map(len, documents)),
             "texts": source,
         }
+    # by which a card knows whether the weights have been trained since
+    model.config.linattn_digest = weights_digest(model.state_dict().values())
     if base.can_generate() and model.can_generate():
         model.generation_config = copy.deepcopy(base.generation_config)
     return model.eval() if device_map is not None else model.to(device).eval()

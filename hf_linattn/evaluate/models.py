@@ -183,7 +183,7 @@ def _digest_near(folder: Path, digest: Any) -> None:
     # of settings by layer, those of each layer
     each = settings.get("by_layer", {"all": settings})
     shared = {layer: {name: its_own[name] for name in names} for layer, its_own in each.items()}
-    for name in ("model_type", "auto_map", "architectures", "linattn_training", "linattn_base", "linattn_calibration"):
+    for name in ("model_type", "auto_map", "architectures", *(name for name in config if name.startswith("linattn_"))):
         config.pop(name, None)
     digest.update(json.dumps([config, shared], sort_keys=True).encode())
     for path in sorted(folder.glob("*.safetensors")):
