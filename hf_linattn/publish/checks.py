@@ -23,7 +23,7 @@ from ..conversion.checkpoint_files import (
     WEIGHTS,
     WEIGHTS_INDEX,
     chat_templates,
-    check_auto_map,
+    check_checkpoint,
     json_of,
     present_files,
     sentence_kind,
@@ -81,7 +81,7 @@ def check_folder(folder: Path) -> list[str]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{str(folder / 'config.json')!r}: {error}") from error
     code = _modelling_files(folder, values)
-    check_auto_map(folder, values)
+    check_checkpoint(folder)
     others = [*present_files(folder, _OTHER_FILES), *chat_templates(folder)]
     sentence_folders = sentence_module_folders(folder)
     if sentence_kind(folder, values["architectures"][0]) is not None:

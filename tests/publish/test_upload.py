@@ -159,6 +159,42 @@ model.push_to_hub("me/usual", revision="other")
 """
 
 
+CONVERT = """
+import sys
+from hf_linattn import LinformerConfig, convert_checkpoint
+try:
+    convert_checkpoint("me/softmax", sys.argv[1], LinformerConfig(projection_length=8, window_size=4))
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+def test_names_in_the_files_of_a_hub_id_stay_inside_its_folder(hub: Hub, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "base")
+    tiny_model("bert", MASKED_LM).save_pretrained(tmp_path / "base")
+    hub.repos["me/softmax"] = Repo(private=False)
+
+    def commit(**changed: str) -> None:
+        files = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+        files |= {name: content.encode() for name, content in changed.items()}
+        hub.contents |= {f"{name} {len(content)}": content for name, content in files.items()}
+        hub.repos["me/softmax"].commit("main", {name: f"{name} {len(content)}" for name, content in files.items()})
+
+    for changed, told in (
+        ({"modules.json": '[{"path": "../../x"}]'}, "modules.json': path='../../x' leads out of the folder"),
+        ({"adapter_config.json": '{"base_model_name_or_path": "/etc"}'}, "base_model_name_or_path='/etc' leads out"),
+    ):
+        commit(**changed)
+        done = client(CONVERT, tmp_path / "out", cwd=tmp_path, hub=hub)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("refused") and told in done.stdout
+        assert not (tmp_path / "out").exists()
+    commit()
+    done = client(CONVERT, tmp_path / "out", cwd=tmp_path, hub=hub)
+    assert done.returncode == 0 and done.stdout == "", done.stderr + done.stdout
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 def test_push_to_hub_of_the_model_works_as_usual(hub: Hub, folder: Path, tmp_path: Path) -> None:
     place = Path(hf_linattn.__file__).parents[1]
     done = client(PUSH_TO_HUB, place, folder, cwd=tmp_path, hub=hub, token=TOKEN)
