@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .modeling.code_version import __version__  # noqa: F401
 from .registration import register
 
 if TYPE_CHECKING:
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
     from .modeling.architectures import Architecture
     from .modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, LinformerConfig, PerformerConfig
     from .modeling.modeling_linattn import LinAttnPreTrainedModel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Architecture",

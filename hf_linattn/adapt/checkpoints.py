@@ -49,6 +49,9 @@ class Progress:
     # of the evaluations
     first_loss: float | None = None
     last_loss: float | None = None
+    first_metrics: dict[str, float] = field(default_factory=dict)
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    last_metrics: dict[str, float] = field(default_factory=dict)
     scaler: dict[str, float] = field(default_factory=dict)
 
 

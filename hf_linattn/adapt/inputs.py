@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..conversion.checkpoint_files import check_source
 from ..data.documents import DataConfig, load_documents
 from ..modeling.architectures import ARCHITECTURES, Architecture
 from ..modeling.modeling_linattn import MODEL_CLASSES
@@ -85,6 +86,9 @@ def collect_inputs(
     check_tracker(config.tracker)
     if config.task == "sequence-classification" and data.resolved().label_column is None:
         raise ValueError("task='sequence-classification' needs a label_column in the data.")
+    for source in (model, base):
+        if isinstance(source, (str, Path)):
+            check_source(source)
     model_config = load_config(model)
     inputs = Inputs(
         model=model,

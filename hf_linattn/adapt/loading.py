@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..data.tokenizers import load_tokenizer
 from ..modeling.architectures import MODEL_TYPE_PREFIX
 from ..modeling.modeling_linattn import HEAD_CLASSES, MODEL_CLASSES, LinAttnPreTrainedModel
+from ..utils.paths import name_of_path
 from .stages import HEADS
 
 #: A converted model, or the folder or Hub id of one.
@@ -142,4 +143,4 @@ def name_of(model: Any) -> str | None:
     path = Path(name).expanduser()
     if name and path.exists():
         return path.resolve().name
-    return name or type(model).__name__
+    return name_of_path(name) or type(model).__name__

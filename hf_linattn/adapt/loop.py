@@ -264,10 +264,11 @@ class Loop:
         if not math.isfinite(loss):
             rows = self.evaluation[: self._evaluation_batch_size]
             self._stop(stage, progress, progress.step, f"the loss of the evaluation is {loss}", rows)
-        progress.first_loss = loss if progress.first_loss is None else progress.first_loss
-        progress.last_loss = loss
+        if progress.first_loss is None:
+            progress.first_loss, progress.first_metrics = loss, metrics
+        progress.last_loss, progress.last_metrics = loss, metrics
         if loss < progress.best_loss:
-            progress.best_loss, progress.best_step = loss, progress.step
+            progress.best_loss, progress.best_metrics, progress.best_step = loss, metrics, progress.step
             if self.config.keep_best and progress.step < self.steps:
                 tensors = self._model_state(stage.model)
                 if self.accelerator.is_main_process:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..conversion.checkpoint import save_checkpoint
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from ..utils.digest import weights_digest
 from ..utils.files import replacing
+from ..utils.paths import without_paths
 from . import checkpoints
 from .checkpoints import Progress
 from .inputs import Inputs
@@ -33,7 +35,36 @@ def stage_record(stage: str, steps: int, chosen_step: int, progress: Progress, *
     if progress.first_loss is not None and progress.last_loss is not None:
         record["eval_loss_before"] = progress.first_loss
         record["eval_loss"] = progress.best_loss if keep_best else progress.last_loss
+        record["eval_loss_last"] = progress.last_loss
+        record["eval_metrics_before"] = progress.first_metrics
+        record["eval_metrics"] = progress.best_metrics if keep_best else progress.last_metrics
     return record | {"tokens": progress.tokens, "seconds": round(progress.seconds, 1)}
+
+
+def nothing_learned(record: dict[str, Any]) -> bool:
+    """Whether a stage, by its record, was evaluated and ends no better than it began."""
+    return "eval_loss" in record and (record["chosen_step"] == 0 or record["eval_loss"] >= record["eval_loss_before"])
+
+
+def advice(stage: str, settings: dict[str, Any]) -> str:
+    """What may help where a stage learned nothing: the options that it depends on.
+
+    Args:
+        stage: its name.
+        settings: of the run, as its record has them.
+    """
+    if stage == "task":
+        rate, usual = settings["learning_rate"], 1e-3 if settings["lora_rank"] else 1e-4
+        other = f"a higher learning_rate than {rate:g}" if rate < usual else f"a lower learning_rate than {rate:g}"
+        return f"More task_steps than {settings['task_steps']} may help, or {other}."
+    names = ("transfer_feature_lr", "transfer_projection_lr", "transfer_query_key_lr")
+    if stage == "distil":
+        names = ("learning_rate", "query_key_lr", "projection_lr")
+    rates = ", ".join(f"{name} ({settings[name]:g})" for name in names)
+    return (
+        f"Lower learning rates may help: {rates}; or more {stage}_steps; or a longer sequence_length, where sequences "
+        "fit into the window and the far part has nothing to do."
+    )
 
 
 def training_record(
@@ -50,8 +81,14 @@ def training_record(
         "seconds": round(sum(stage["seconds"] for stage in history), 1),
         "seed": inputs.config.seed,
         "data": {**settings["data"], "dataset": name_of(inputs.data.dataset)},
+        "eval_data": None
+        if inputs.eval_data is None
+        else {**settings["eval_data"], "dataset": name_of(inputs.eval_data.dataset)},
         "config": settings["config"],
     }
+    record = {name: value for name, value in record.items() if value is not None}
+    # an earlier version may have left paths in what it recorded
+    earlier = without_paths(earlier)
     return record | ({"changes": changes} if changes else {}) | ({"earlier": earlier} if earlier else {})
 
 
@@ -83,6 +120,7 @@ def write_result(
     for name, tensor in (*adapted.named_parameters(), *adapted.named_buffers()):
         tensor.data = tensor.data.to(student.dtypes.get(name, tensor.dtype))
     adapted.config.linattn_training = record
+    adapted.config.linattn_digest = weights_digest(adapted.state_dict().values())
     if write:
         _write_checkpoint(adapted, inputs, output_dir)
     return adapted.requires_grad_(True).eval()

@@ -28,7 +28,7 @@ from .lora import add_adapter
 from .metrics_log import MetricsFile, StageLog
 from .optimizer import choose_trained
 from .processes import check_processes, make_accelerator
-from .result import stage_record, training_record, write_result
+from .result import advice, stage_record, training_record, write_result
 from .resume import SETTINGS, TRAINING, RunState, changed_settings, find_state, is_finished, settings_of
 from .stage_data import StageData
 from .stages import Stage, make_stage
@@ -274,7 +274,7 @@ class _Run:
         if progress.best_step == 0 and self.accelerator.is_main_process:
             logger.warning(
                 f"Stage {name!r} is left as it began: no evaluation was better than the first, "
-                f"{progress.best_loss:.3g}; the last was {progress.last_loss:.3g}. Lower learning rates or more steps "
-                "may help; longer sequences, where those that there are fit into the window."
+                f"{progress.best_loss:.3g}; the last was {progress.last_loss:.3g}. "
+                f"{advice(name, self.settings['config'])}"
             )
         return kept.read_best(progress), progress.best_step

@@ -81,14 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given["command_line"] = shlex.join(["hf-linattn", *arguments])
         # the bar over the layers is ours; the loader's own adds nothing for models of this size
         importlib.import_module("transformers.utils.logging").disable_progress_bar()
-        module.run(given)
+        status = module.run(given)
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError, SafetensorError) as error:
         print(f"hf-linattn: {_text(error, model)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"hf-linattn: interrupted; {interrupted}.", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def _text(error: Exception, model: str) -> str:

@@ -1,9 +1,11 @@
 """`hf-linattn push`: publish a converted checkpoint on the Hub, with a model card."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..publish import PushConfig, push
+from ..publish.upload import DRY_CARD
 from .options import add_options
 
 
@@ -16,5 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: dict[str, Any]) -> None:
     """Push, and tell where to."""
     folder = given.pop("folder")
-    pushed = push(folder, PushConfig(**given))
-    print(f"{folder} -> {pushed.url} (revision {pushed.revision})")
+    config = PushConfig(**given)
+    pushed = push(folder, config)
+    if not config.dry_run:
+        print(f"{folder} -> {pushed.url} (revision {pushed.revision})")
+        return
+    print(f"{folder} would go to {pushed.url} (branch {pushed.revision}):")
+    print("\n".join(f"  {name}" for name in pushed.files))
+    card = Path(folder) / ("README.md" if "README.md" in pushed.files else DRY_CARD)
+    print(f"Nothing was sent. Model card: {card}")

@@ -17,7 +17,7 @@ from ..modeling.architectures import MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
 from ..utils.files import room_in
-from .checkpoint_files import SENTENCE_FILES, sentence_module_folders
+from .checkpoint_files import SENTENCE_FILES, sentence_kind, sentence_module_folders
 from .convert import convert
 
 
@@ -82,7 +82,7 @@ def save_checkpoint(model: LinAttnPreTrainedModel, source: str | Path, folder: P
     model.save_pretrained(folder)
     _save_tokenizer(source, folder, max_length, hub_kwargs)
     _save_generation_config(source, folder, hub_kwargs)
-    _save_sentence_modules(source, folder, max_length, hub_kwargs)
+    _save_sentence_modules(source, folder, type(model).__name__, max_length, hub_kwargs)
 
 
 def _check_target(source: Path, name: str, target: Path, overwrite: bool) -> None:
@@ -156,14 +156,20 @@ def _save_generation_config(model_id: str | Path, folder: Path, hub_kwargs: dict
     config.save_pretrained(folder)
 
 
-def _save_sentence_modules(model_id: str | Path, folder: Path, max_length: int, hub_kwargs: dict[str, Any]) -> None:
-    """What sentence-transformers keeps beside the model: pooling, normalisation, prompts."""
+def _save_sentence_modules(
+    model_id: str | Path, folder: Path, architecture: str, max_length: int, hub_kwargs: dict[str, Any]
+) -> None:
+    """What sentence-transformers keeps beside the model, where it belongs to its head: pooling, prompts."""
     source = Path(model_id)
     if not source.is_dir():
         kwargs = {k: v for k, v in hub_kwargs.items() if k != "subfolder"}
         patterns = [*SENTENCE_FILES, "[0-9]_*/*"]
         source = Path(snapshot_download(str(model_id), allow_patterns=patterns, **kwargs))
-    if not (source / "modules.json").is_file():
+    if sentence_kind(source, architecture) is None:
+        if (source / "modules.json").is_file():
+            logging.get_logger(__name__).warning(
+                f"modules.json of {str(model_id)!r} is left out: {architecture} is no model that it makes."
+            )
         return
     for name in SENTENCE_FILES:
         if (source / name).is_file():

@@ -6,13 +6,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..utils.files import inside
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import OfflineModeIsEnabled
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+from ..modeling.modeling_linattn import MODEL_CLASSES
+from ..utils.files import inside
+from ..utils.paths import is_path
+
+CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 #: What Transformers writes of the tokenizers of the supported architectures.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt"),
     *("tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model"),
     "chat_template.jinja",
@@ -24,6 +30,16 @@ SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_
 #: What such a folder holds.
 SENTENCE_MODULE_FILES = ("config.json", WEIGHTS)
 
+# Kind of model of sentence-transformers -> ends of the heads that it is made of; "": the model without a head.
+_KINDS = {
+    "SentenceTransformer": ("",),
+    "MultiVectorEncoder": ("",),
+    "SparseEncoder": ("ForMaskedLM",),
+    "CrossEncoder": ("ForSequenceClassification", "ForCausalLM", "LMHeadModel"),
+}
+
+# files that name others
+_NAMING = (CONFIG, TOKENIZER_CONFIG, SENTENCE_FILES[0], WEIGHTS_INDEX, ADAPTER_CONFIG)
 # weights in formats that are read and never written
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -38,8 +54,32 @@ def check_checkpoint(folder: Path) -> None:
     for name in (*present_files(folder, names), *chat_templates(folder)):
         if name.endswith(".index.json"):
             shards_of(folder, name)
-    check_auto_map(folder, json_of(folder / CONFIG))
+    for file in (CONFIG, TOKENIZER_CONFIG):
+        check_auto_map(folder, file)
+    _check_tokenizer_files(folder)
+    _check_adapter(folder)
     sentence_module_folders(folder)
+
+
+def check_source(source: str | Path, *, subfolder: str = "", **places: Any) -> None:
+    """`check_checkpoint` of a folder, or of a Hub id's files that name others, which are fetched for it.
+
+    Args:
+        source: folder or Hub id.
+        subfolder: of the checkpoint in it.
+        places: revision, token and cache_dir, as `from_pretrained` takes them.
+
+    Raises:
+        ValueError: as `check_checkpoint`.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(str(source), allow_patterns=[f"**{name}" for name in _NAMING], **places))
+        except (OSError, ValueError, OfflineModeIsEnabled):
+            # what cannot be reached is told by what loads it
+            return
+    check_checkpoint(folder / subfolder)
 
 
 def present_files(folder: Path, names: Iterable[str]) -> Iterator[str]:
@@ -81,17 +121,44 @@ def shards_of(folder: Path, index: str) -> dict[str, set[str]]:
     return shards
 
 
-def check_auto_map(folder: Path, values: Any) -> None:
-    """Whether the modules that a config's `auto_map` names lie in its folder; code of other repositories does not.
+def check_auto_map(folder: Path, file: str) -> None:
+    """Whether the modules that the `auto_map` of a file names lie in its folder; code of other repositories does not.
 
     Raises:
         ValueError: one leads out of the folder.
     """
+    values = json_of(folder / file)
     auto_map = values.get("auto_map") if isinstance(values, dict) else None
-    for auto_class, reference in (auto_map if isinstance(auto_map, dict) else {}).items():
-        if isinstance(reference, str) and "--" not in reference:
-            module = f"{reference.rpartition('.')[0]}.py"
-            inside(folder, module, file=CONFIG, field=f"auto_map[{auto_class!r}]")
+    for auto_class, named in (auto_map if isinstance(auto_map, dict) else {}).items():
+        # of a tokenizer, a slow and a fast one, or None
+        for reference in named if isinstance(named, list) else [named]:
+            if isinstance(reference, str) and "--" not in reference:
+                module = f"{reference.rpartition('.')[0]}.py"
+                inside(folder, module, file=file, field=f"auto_map[{auto_class!r}]")
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Whether the files that tokenizer_config.json names, and that are there, lie in the folder."""
+    values = json_of(folder / TOKENIZER_CONFIG)
+    for field, name in (values if isinstance(values, dict) else {}).items():
+        # older versions left paths of the machine that wrote them, which are nothing here
+        if field.endswith("_file") and isinstance(name, str) and Path(name).exists():
+            inside(folder, str(Path(name).absolute()), file=TOKENIZER_CONFIG, field=field)
+
+
+def _check_adapter(folder: Path) -> None:
+    """Whether the base of a PEFT adapter, where it is named by a path, lies in the folder."""
+    name = adapter_base(folder)
+    if name is not None and (is_path(name) or Path(name).exists()):
+        path = str(Path(name).expanduser().absolute())
+        inside(folder, path, file=ADAPTER_CONFIG, field="base_model_name_or_path")
+
+
+def adapter_base(folder: Path) -> str | None:
+    """What a PEFT adapter was put on, a path or a Hub id; None of a folder that is no adapter's."""
+    values = json_of(folder / ADAPTER_CONFIG)
+    name = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    return name if isinstance(name, str) and name else None
 
 
 def sentence_module_folders(folder: Path) -> list[str]:
@@ -117,6 +184,27 @@ def sentence_module_folders(folder: Path) -> list[str]:
             inside(folder, part.relative_to(folder).as_posix(), file=file, field="path")
         folders.append(Path(os.path.normpath(name)).as_posix())
     return folders
+
+
+def sentence_kind(folder: Path, architecture: str) -> str | None:
+    """What sentence-transformers makes of a model with the modules of a folder, such as "SentenceTransformer".
+
+    None where there are no modules, or where they belong to another head: a classifier that was trained from a
+    sentence encoder is no sentence encoder.
+
+    Args:
+        folder: has modules.json, or not.
+        architecture: name of the model's class.
+    """
+    if not (folder / SENTENCE_FILES[0]).is_file():
+        return None
+    values = json_of(folder / SENTENCE_FILES[2])
+    # older versions knew one kind only
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    kind = kind if kind in _KINDS else "SentenceTransformer"
+    if architecture in {cls.__name__ for cls in MODEL_CLASSES["AutoModel"].values()}:
+        return kind if "" in _KINDS[kind] else None
+    return kind if any(end and architecture.endswith(end) for end in _KINDS[kind]) else None
 
 
 def json_of(path: Path) -> Any:

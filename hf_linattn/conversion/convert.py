@@ -34,8 +34,9 @@ from ..modeling.modeling_linattn import (
     self_attentions,
     sliding_layers,
 )
+from ..utils.digest import weights_digest
 from .calibration import calibrate, check_calibration, default_texts, tokenized
-from .checkpoint_files import check_checkpoint
+from .checkpoint_files import check_source
 from .positions import (
     check_extension,
     checked_length,
@@ -114,6 +115,9 @@ def convert(
         places = {
             k: v for k, v in from_pretrained_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")
         }
+        if not Path(model_or_id).is_dir():
+            # its config could be reached
+            check_source(model_or_id, **places)
         check_vocabulary(str(model_or_id), base_config.vocab_size, **places)
         try:
             base = base_class.from_pretrained(str(model_or_id), config=base_config, **from_pretrained_kwargs)
@@ -163,6 +167,8 @@ def convert(
             "tokens": sum(map(len, documents)),
             "texts": source,
         }
+    # by which a card knows whether the weights have been trained since
+    model.config.linattn_digest = weights_digest(model.state_dict().values())
     if base.can_generate() and model.can_generate():
         model.generation_config = copy.deepcopy(base.generation_config)
     return model.eval() if device_map is not None else model.to(device).eval()
@@ -231,7 +237,7 @@ def _resolve(
     if not model_id or (model_id.startswith(("/", ".", "~")) and not Path(model_id).exists()):
         raise FileNotFoundError(f"There is no folder {model_id!r}.")
     if Path(model_id).is_dir():
-        check_checkpoint(Path(model_id) / (kwargs.get("subfolder") or ""))
+        check_source(model_id, subfolder=kwargs.get("subfolder") or "")
     # not the dtype: a config would keep "auto", which names no dtype
     config_kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
     try:

@@ -1,5 +1,6 @@
 """What a comparison compares: the softmax model at its own length and extended, and its conversions."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..conversion.checkpoint_files import ADAPTER_CONFIG, adapter_base, check_source
 from ..conversion.convert import convert
 from ..conversion.positions import extend_positions
 from ..data.tokenizers import load_tokenizer as saved_tokenizer
@@ -40,10 +42,12 @@ class ComparedModel:
     kind: str  # "truncated", "extended" or "converted"
     sources: tuple[Source, ...]
     branches: str = "both"  # "both", "near" or "far"
+    # of sources that are adapters the checkpoint that each is put on, of the others None
+    adapted: tuple[str | None, ...] = ()
 
     def describe(self, base: str) -> dict[str, Any]:
         """What the report tells about the model."""
-        config = None if self.kind != "converted" else _attention_settings(self.sources[0], base)
+        config = None if self.kind != "converted" else _attention_settings(self.sources[0], base, *self.adapted[:1])
         return {
             "name": self.name,
             "kind": self.kind,
@@ -69,17 +73,20 @@ def compared_models(
         ValueError: a source is no converted checkpoint, or a name is taken.
     """
     models = [ComparedModel(TRUNCATED, "truncated", (base,)), ComparedModel(EXTENDED, "extended", (base,))]
-    for name, given in converted.items():
-        sources = (given,) if isinstance(given, (str, AttentionConfig)) else tuple(given)
+    listed = {name: (x,) if isinstance(x, (str, AttentionConfig)) else tuple(x) for name, x in converted.items()}
+    checkpoints = [x for sources in listed.values() for x in sources if isinstance(x, str) and not _is_adapter(x)]
+    for source in (base, *checkpoints):
+        check_source(source)
+    for name, sources in listed.items():
         if not name or name in (compared.name for compared in models):
             raise ValueError(f"converted={name!r} is not a new, non-empty name of a model.")
-        compared = ComparedModel(name, "converted", sources)
+        adapted = tuple(_adapted(source, checkpoints) if _is_adapter(source) else None for source in sources)
+        compared = ComparedModel(name, "converted", sources, adapted=adapted)
         models.append(compared)
-        settings = [_attention_settings(source, base)[0] for source in sources]
+        settings = [_attention_settings(*each)[0] for each in zip(sources, [base] * len(sources), adapted, strict=True)]
         if branches and all(_has_two_branches(s) for s in settings):
             models += [
-                ComparedModel(f"{name}, near only", "converted", sources, "near"),
-                ComparedModel(f"{name}, far only", "converted", sources, "far"),
+                dataclasses.replace(compared, name=f"{name}, {part} only", branches=part) for part in ("near", "far")
             ]
     return models
 
@@ -142,7 +149,7 @@ def load_model(
         longest = max(max_length, base_length(base))
         model = convert(softmax, source, max_length=longest, position_extension=position_extension)
     elif _is_adapter(source):
-        model = PeftModel.from_pretrained(_load_with_head(_adapted(source), auto_class, kwargs), source)
+        model = PeftModel.from_pretrained(_load_with_head(str(compared.adapted[seed]), auto_class, kwargs), source)
     else:
         model = _load_with_head(source, auto_class, kwargs)
     linear = _converted_model(model)
@@ -166,7 +173,7 @@ def fingerprint(compared: ComparedModel, base: str, seed: int) -> str:
         source = base
     elif _is_adapter(source):
         _digest_folder(Path(source), digest)
-        source = _adapted(source)
+        source = str(compared.adapted[seed])
     folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
     if compared.branches == "near" and isinstance(compared.sources[seed], str):
         _digest_near(folder, digest)
@@ -183,7 +190,7 @@ def _digest_near(folder: Path, digest: Any) -> None:
     # of settings by layer, those of each layer
     each = settings.get("by_layer", {"all": settings})
     shared = {layer: {name: its_own[name] for name in names} for layer, its_own in each.items()}
-    for name in ("model_type", "auto_map", "architectures", "linattn_training", "linattn_base", "linattn_calibration"):
+    for name in ("model_type", "auto_map", "architectures", *(name for name in config if name.startswith("linattn_"))):
         config.pop(name, None)
     digest.update(json.dumps([config, shared], sort_keys=True).encode())
     for path in sorted(folder.glob("*.safetensors")):
@@ -225,18 +232,36 @@ def _is_adapter(source: Source) -> bool:
     return isinstance(source, str) and (Path(source) / "adapter_config.json").is_file()
 
 
-def _adapted(adapter: str) -> str:
-    """The converted checkpoint that a PEFT adapter was put on."""
-    return json.loads((Path(adapter) / "adapter_config.json").read_text())["base_model_name_or_path"]
+def _adapted(adapter: Source, checkpoints: Sequence[str]) -> str:
+    """The converted checkpoint that a PEFT adapter was put on: one of those that are compared, or a Hub id.
+
+    A path in the adapter's own file is not followed where it leads out of the adapter's folder.
+    """
+    name = adapter_base(Path(str(adapter)))
+    if name is None:
+        raise ValueError(f"converted={adapter!r}: its {ADAPTER_CONFIG} names no base_model_name_or_path.")
+    for checkpoint in checkpoints:
+        # an adapter may have the last part alone
+        if Path(checkpoint).resolve() == Path(name).expanduser().resolve() or Path(checkpoint).resolve().name == name:
+            return checkpoint
+    try:
+        check_source(str(adapter))
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Or compare that checkpoint too (--converted NAME={name}), which says that you trust it."
+        ) from error
+    return name
 
 
-def _attention_settings(source: Source, base: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _attention_settings(
+    source: Source, base: str, adapted: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The attention settings of a conversion, and the record of its training where there is one."""
     if isinstance(source, AttentionConfig):
         return source.to_dict(), None
     if Path(source).resolve() == Path(base).resolve():
         raise ValueError(f"converted={source!r} is the base model itself.")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(_adapted(source) if _is_adapter(source) else source)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source if adapted is None else adapted)
     if not config.model_type.startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
             f"converted={source!r} has model_type={config.model_type!r}, which is no converted model; make one with "

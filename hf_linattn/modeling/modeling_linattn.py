@@ -22,6 +22,7 @@ from .attention_interface import ATTENTION_NAME, CACHE_KEYWORD
 from .blocks import to_blocks  # noqa: F401
 from .cache import prepare_cache, tokens_seen
 from .causal_projections import CausalProjection  # noqa: F401
+from .code_version import check_code, code_version
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
 
 # all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
@@ -64,6 +65,7 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         attention_config = config.attention
         architecture = ARCHITECTURES[config.base_model_type]
         check_config(config)
+        check_code(config)
         super().__init__(config, *inputs, **kwargs)
         _attach(self, architecture, attention_config)
         body: Any = self.base_model.get_submodule(architecture.body)
@@ -168,6 +170,7 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         if self.config.base_model_type in BUILT_IN:
             # every head of the architecture can be loaded from the folder, not only the one that was saved
             self.config.auto_map = auto_map(self.config.base_model_type)
+            self.config.linattn_code = code_version()
         super().save_pretrained(save_directory, *args, **kwargs)
 
 

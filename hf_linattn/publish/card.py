@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..conversion.checkpoint_files import sentence_kind
+from ..data.presets import PRESETS
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig
+from ..utils.digest import folder_digest
+from ..utils.paths import command_without_paths, without_paths
 
 #: What the card takes over from the base model's.
 CARRIED = ("license", "license_name", "license_link", "language")
@@ -26,15 +30,33 @@ _PAPERS = {
     "linformer": ("Linformer", "https://arxiv.org/abs/2006.04768"),
     "performer": ("Performer", "https://arxiv.org/abs/2009.14794"),
 }
-# end of an architecture's name -> the Hub's tag for what it does
+# auto class of a head -> the Hub's tag for what it does; the Hub has none for the others
 _PIPELINE_TAGS = {
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForMultipleChoice": "multiple-choice",
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
+    "AutoModel": "feature-extraction",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForCausalLM": "text-generation",
+}
+# the same for what sentence-transformers makes of a model
+_SENTENCE_TAGS = {
+    "SentenceTransformer": "sentence-similarity",
+    "MultiVectorEncoder": "sentence-similarity",
+    "SparseEncoder": "feature-extraction",
+    "CrossEncoder": "text-ranking",
+}
+# metric of a task -> the Hub's name of it; it has none for the others
+_HUB_METRICS = {
+    "accuracy": "accuracy",
+    "accuracy, unseen groups": "accuracy",
+    "accuracy, other source": "accuracy",
+    "macro F1": "f1",
+    "perplexity": "perplexity",
+    "exact match": "exact_match",
+    "ROC AUC of the cosine": "roc_auc",
+    "ROC AUC of a probe": "roc_auc",
 }
 _EXTENDED, _TRUNCATED, _CONVERTED = "extended", "truncated", "converted"
 
@@ -56,6 +78,7 @@ def model_card(
     base_model: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
+    datasets: Container[str] = (),
 ) -> ModelCard:
     """The card of a converted checkpoint.
 
@@ -66,6 +89,7 @@ def model_card(
         base_model: Hub id of the model that was converted; None where it is not on the Hub.
         metadata: of the base model's card: license, license_name, license_link, language.
         report: `read_report(...)` of an evaluation that this checkpoint was a column of.
+        datasets: those of `named_datasets(...)` that the Hub has; results on others are in the text alone.
 
     Raises:
         ValueError: the report is not about this checkpoint, or no auto class loads its head.
@@ -74,23 +98,28 @@ def model_card(
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = AttentionConfig.from_dict(values["linattn"])
     architecture, name = values["architectures"][0], repo_id.rpartition("/")[2]
-    sentence = (folder / "modules.json").is_file()
-    pipeline_tag = "sentence-similarity" if sentence else _pipeline_tag(architecture)
+    auto_class, sentence_class = _auto_class(values, architecture), sentence_kind(folder, architecture)
+    pipeline_tag = _SENTENCE_TAGS.get(sentence_class or "") or _PIPELINE_TAGS.get(auto_class)
+    training = without_paths(values.get("linattn_training") or {})
     by_layer = list(settings.by_layer.values()) if isinstance(settings, LayerwiseConfig) else [settings]
     methods = sorted({x.method for x in by_layer})
     evaluation = None if report is None else _Evaluation(report, values)
+    results = [] if evaluation is None else list(evaluation.results(pipeline_tag, datasets))
+    trained_on = [dataset for dataset in _training_sets(training) if dataset in datasets]
     data = ModelCardData(
         **dict(metadata or {}),
+        datasets=trained_on or None,
         library_name="transformers",
         pipeline_tag=pipeline_tag,
         base_model=base_model,
         base_model_relation=None if base_model is None else _RELATION,
         tags=[
             *("linear-attention", *methods, "long-context", "hf-linattn"),
-            *(["sentence-transformers", "feature-extraction"] if sentence else []),
+            *(["sentence-transformers"] if sentence_class else []),
+            *(["feature-extraction"] if sentence_class == "SentenceTransformer" else []),
         ],
         model_name=name,
-        eval_results=None if evaluation is None else list(evaluation.results(pipeline_tag)),
+        eval_results=[*results, *_training_results(training, pipeline_tag, datasets)] or None,
     )
     if data.eval_results is None:
         # a name is for the results: there is no index without any
@@ -107,14 +136,16 @@ def model_card(
         max_length=settings.max_length,
         joined=settings.near and all(x.near and (x.window_size or x.global_tokens) for x in by_layer),
         layers=f"all {layers}" if settings.layers is None else f"{', '.join(map(str, settings.layers))} of {layers}",
-        training=list(_flat(values.get("linattn_training") or {})),
+        training=list(_flat({key: value for key, value in training.items() if key != "stages"})),
+        stages=_stage_table(training),
+        changed=_changed(folder, values),
         calibration=values.get("linattn_calibration"),
         architecture=architecture,
-        auto_class=_auto_class(values, architecture),
+        auto_class=auto_class,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
-        causal=pipeline_tag == "text-generation",
+        causal=auto_class == "AutoModelForCausalLM",
         choices=architecture.endswith("ForMultipleChoice"),
-        sentence=sentence,
+        sentence_class=sentence_class,
         evaluation=evaluation,
         plots=[] if report is None else [f"{PLOTS}/{path.name}" for path in plots_of(report["folder"])],
     )
@@ -157,7 +188,8 @@ class _Evaluation:
     def __init__(self, report: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         self.columns = {column["name"]: column for column in report["columns"]}
         self.tasks, self.footprint = report["tasks"], report.get("footprint") or []
-        self.commands, self.created = report.get("commands") or [], report.get("created")
+        self.commands = [command_without_paths(command) for command in report.get("commands") or []]
+        self.created = report.get("created")
         self.base_length = (report.get("base") or {}).get("max_length", 0)
         self.machine = list(_flat(report.get("machine") or {}))
         training = values.get("linattn_training") or None
@@ -181,23 +213,24 @@ class _Evaluation:
     def _named(self, kind: str) -> str | None:
         return next((name for name, column in self.columns.items() if column["kind"] == kind), None)
 
-    def results(self, pipeline_tag: str) -> Iterator[EvalResult]:
+    def results(self, pipeline_tag: str | None, datasets: Container[str]) -> Iterator[EvalResult]:
         """The checkpoint's own numbers, and those of the same conversion before training, as the Hub lists them."""
         for task in self.tasks:
+            dataset = _dataset(task.get("data"))
+            if pipeline_tag is None or dataset is None or dataset["type"] not in datasets:
+                continue
             for cell in task["cells"]:
                 if cell["column"] not in (self.own, self.swap):
                     continue
                 which = "adapted" if self.columns[cell["column"]].get("training") else "direct swap, no training"
                 for metric, numbers in cell["metrics"].items():
-                    if numbers["value"] is None:
+                    if numbers["value"] is None or metric not in _HUB_METRICS:
                         continue
                     yield EvalResult(
                         task_type=pipeline_tag,
                         task_name=task["name"],
-                        dataset_type=_dataset_name(task),
-                        dataset_name=_dataset_name(task),
-                        dataset_split=(task.get("data") or {}).get("split"),
-                        metric_type=metric,
+                        **{f"dataset_{key}": value for key, value in dataset.items()},
+                        metric_type=_HUB_METRICS[metric],
                         metric_name=f"{metric} at {cell['length']:,} tokens, {which}"
                         + _interval(numbers, "95% interval "),
                         metric_value=numbers["value"],
@@ -291,10 +324,6 @@ class _Evaluation:
         return f"**{column}** (this model)" if column == self.own else column
 
 
-def _pipeline_tag(architecture: str) -> str:
-    return next((tag for end, tag in _PIPELINE_TAGS.items() if architecture.endswith(end)), "feature-extraction")
-
-
 def _auto_class(values: Mapping[str, Any], architecture: str) -> str:
     """The auto class that loads the head that was saved."""
     for auto_class, reference in values["auto_map"].items():
@@ -351,10 +380,82 @@ def _same_attention(column: Mapping[str, Any] | None, linattn: Mapping[str, Any]
     return {k: v for k, v in column.items() if k not in free} == {k: v for k, v in linattn.items() if k not in free}
 
 
-def _dataset_name(task: Mapping[str, Any]) -> str:
-    """The Hub id of a task's dataset; of a file, its name without the folders of the machine it lies on."""
-    dataset = str((task.get("data") or {}).get("dataset") or task["name"])
-    return dataset if re.fullmatch(r"[\w.-]+(/[\w-]+)?", dataset) else Path(dataset).name
+def named_datasets(folder: str | Path, report: Mapping[str, Any] | None = None) -> set[str]:
+    """What may be Hub ids among the datasets that a checkpoint was trained and evaluated on."""
+    values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    evaluated = [_dataset(task.get("data")) for task in (report or {}).get("tasks", [])]
+    training = values.get("linattn_training") or {}
+    return {*_training_sets(training), *_evaluation_sets(training), *(x["type"] for x in evaluated if x)}
+
+
+def _dataset(data: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Hub id, name, configuration and split of documents by their `DataConfig`; None where they are on no Hub."""
+    if not data:
+        return None
+    preset = PRESETS.get(str(data.get("dataset")))
+    given = {key: value for key, value in data.items() if value is not None}
+    data = given if preset is None else {**preset.fields, **given, "dataset": preset.fields["dataset"]}
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(data.get("dataset"))):
+        return None
+    found = {"type": data["dataset"], "name": data["dataset"]}
+    return found | {key: data[name] for key, name in (("config", "dataset_config"), ("split", "split")) if name in data}
+
+
+def _training_sets(training: Mapping[str, Any]) -> list[str]:
+    """Hub ids of the data of a training and of those before it."""
+    records = []
+    while training:
+        records.append(_dataset(training.get("data")))
+        training = training.get("earlier") or {}
+    return sorted({record["type"] for record in records if record})
+
+
+def _evaluation_sets(training: Mapping[str, Any]) -> list[str]:
+    found = _dataset(training.get("eval_data"))
+    return [found["type"]] if found else []
+
+
+def _training_results(
+    training: Mapping[str, Any], pipeline_tag: str | None, datasets: Container[str]
+) -> Iterator[EvalResult]:
+    """What the training's own evaluation measured of the task, on documents of their own and not held out of others."""
+    dataset = _dataset(training.get("eval_data"))
+    if pipeline_tag is None or dataset is None or dataset["type"] not in datasets:
+        return
+    for stage in training["stages"]:
+        for metric, value in stage.get("eval_metrics", {}).items():
+            if stage["stage"] == "task" and metric in _HUB_METRICS:
+                yield EvalResult(
+                    task_type=pipeline_tag,
+                    **{f"dataset_{key}": value for key, value in dataset.items()},
+                    metric_type=_HUB_METRICS[metric],
+                    metric_name=f"{metric} of the evaluation in training",
+                    metric_value=value,
+                )
+
+
+def _stage_table(training: Mapping[str, Any]) -> Table | None:
+    """What each stage measured before its first step and with the weights that it ended with."""
+    rows = []
+    for stage in training.get("stages", []):
+        steps = f"{stage['steps']:,}"
+        if "eval_loss" not in stage:
+            rows.append([stage["stage"], steps, "not evaluated", "", ""])
+            continue
+        before = {"loss": stage["eval_loss_before"], **stage.get("eval_metrics_before", {})}
+        after = {"loss": stage["eval_loss"], **stage.get("eval_metrics", {})}
+        for name in before:
+            shown = [stage["stage"], steps] if name == "loss" else ["", ""]
+            rows.append([*shown, name.replace("_", " "), _number(before[name]), _number(after.get(name, before[name]))])
+    if not rows:
+        return None
+    return Table("Evaluation in training", ["stage", "steps", "metric", "before", "after"], rows)
+
+
+def _changed(folder: Path, values: Mapping[str, Any]) -> bool | None:
+    """Whether the weights are others than those that hf-linattn wrote; None where it left no digest of them."""
+    digest = values.get("linattn_digest")
+    return None if digest is None else folder_digest(folder) != digest
 
 
 def _shown(cell: Mapping[str, Any] | None, metric: str) -> str:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,28 @@ from ..conversion.checkpoint_files import (
     GENERATION_CONFIG,
     SENTENCE_FILES,
     SENTENCE_MODULE_FILES,
+    TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     WEIGHTS,
     WEIGHTS_INDEX,
     chat_templates,
-    check_auto_map,
+    check_checkpoint,
+    json_of,
     present_files,
+    sentence_kind,
     sentence_module_folders,
     shards_of,
 )
 from ..modeling.architectures import MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import CONFIG_CLASSES, AttentionConfig
 from ..utils.files import inside
+from ..utils.paths import without_paths
 
 # What a model repository holds beside config, weights and modelling files, by exact names. Nothing else in a folder is
 # pushed: not what a training left there, nothing that is private, and nothing pickled.
 _OTHER_FILES = (
     GENERATION_CONFIG,
     *TOKENIZER_FILES,
-    *SENTENCE_FILES,
     "README.md",
     *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE") for ending in ("", ".txt", ".md")),
 )
@@ -76,11 +81,56 @@ def check_folder(folder: Path) -> list[str]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{str(folder / 'config.json')!r}: {error}") from error
     code = _modelling_files(folder, values)
-    check_auto_map(folder, values)
+    check_checkpoint(folder)
     others = [*present_files(folder, _OTHER_FILES), *chat_templates(folder)]
-    for name in sentence_module_folders(folder):
-        others += present_files(folder, [f"{name}/{file}" for file in SENTENCE_MODULE_FILES])
+    sentence_folders = sentence_module_folders(folder)
+    if sentence_kind(folder, values["architectures"][0]) is not None:
+        others += present_files(folder, SENTENCE_FILES)
+        for name in sentence_folders:
+            others += present_files(folder, [f"{name}/{file}" for file in SENTENCE_MODULE_FILES])
     return sorted({CONFIG, *code, *_weight_files(folder), *others})
+
+
+def cleaned_files(folder: Path, files: Iterable[str]) -> dict[str, bytes]:
+    """The JSON files in which paths of this machine stand, as they are pushed: with names in place of the paths.
+
+    Raises:
+        ValueError: a README.md of the folder's own has a path of this machine.
+    """
+    cleaned: dict[str, bytes] = {}
+    for file in files:
+        name = Path(file).name
+        if name == "README.md":
+            _check_own_card(folder)
+        if name not in (CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, *SENTENCE_FILES):
+            continue
+        values = json_of(folder / file)
+        clean = _without_paths(values, named_only=name == TOKENIZER_CONFIG)
+        if clean != values:
+            cleaned[file] = (json.dumps(clean, indent=2, ensure_ascii=False) + "\n").encode()
+    return cleaned
+
+
+def _without_paths(values: Any, *, named_only: bool) -> Any:
+    if not isinstance(values, dict):
+        return without_paths(values)
+    return {
+        key: value
+        # labels may look like paths, and so may tokens
+        if key in ("id2label", "label2id") or (named_only and not key.endswith(("name_or_path", "_file", "_dir")))
+        else without_paths(value)
+        for key, value in values.items()
+    }
+
+
+def _check_own_card(folder: Path) -> None:
+    for number, line in enumerate((folder / "README.md").read_text(encoding="utf-8").splitlines(), start=1):
+        for path in {str(folder.resolve()), str(Path.home())} - {"/"}:
+            if re.search(rf"{re.escape(path)}(?![\w-])", line):
+                raise ValueError(
+                    f"{str(folder / 'README.md')!r}, line {number} has a path of this machine, {path!r}; take it out, "
+                    "or remove the file to have a card written."
+                )
 
 
 def load_afresh(folder: Path) -> None:

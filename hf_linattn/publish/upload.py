@@ -1,25 +1,30 @@
 """Publishing a converted checkpoint: its folder is checked, loaded in a fresh process, and pushed with a card."""
 
-import glob
+import contextlib
+import fnmatch
+import functools
 import json
-import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import CommitInfo, HfApi, ModelInfo
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 from transformers.utils import logging
 
+from ..conversion.checkpoint_files import SENTENCE_FILES
 from ..modeling.architectures import MODEL_TYPE_PREFIX
-from ..utils.files import inside
-from .card import CARRIED, PLOTS, model_card, plots_of, read_report
-from .checks import check_folder, load_afresh
+from ..utils.files import inside, write_text
+from .card import CARRIED, PLOTS, model_card, named_datasets, plots_of, read_report
+from .checks import check_folder, cleaned_files, load_afresh
 
-# Files of an earlier push that a new one replaces: shards of another number, code of an older version.
-_REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py", f"{PLOTS}/*"]
+# Files of an earlier push that a new one replaces: shards of another number, code of an older version, the modules of
+# a sentence encoder that the model is no longer.
+_REPLACED = ("*.safetensors", "*.safetensors.index.json", "*.py", f"{PLOTS}/*", *SENTENCE_FILES, "[0-9]_*/*")
+#: Where a dry run writes the card, beside the model; a file of this name is never pushed.
+DRY_CARD = "card.md"
 # What a repository may hold before the first push.
 _EMPTY = {".gitattributes", "README.md", "LICENSE"}
 
@@ -59,6 +64,10 @@ class PushConfig:
         metadata={"help": "License as the Hub names it, such as apache-2.0. Default: that of the base model."},
     )
     message: str = field(default="Upload converted model", metadata={"help": "First line of the commit on the Hub."})
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": f"Send nothing: check the folder, write the card to {DRY_CARD} in it, and list the files."},
+    )
 
     def __post_init__(self) -> None:
         if not self.repo:
@@ -67,19 +76,21 @@ class PushConfig:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made.
+    """What a push made, or of a dry run would make.
 
     Attributes:
         repo_id: owner and name.
-        revision: commit of weights and code, which the card's snippet names.
+        revision: commit of weights and code, which the card's snippet names; of a dry run the branch.
         url: address of the repository.
         card: the text of the card; of a folder with a README.md of its own, that.
+        files: paths of the files, within the folder.
     """
 
     repo_id: str
     revision: str
     url: str
     card: str
+    files: Sequence[str]
 
 
 def push(folder: str | Path, config: PushConfig, *, token: str | None = None) -> Pushed:
@@ -105,6 +116,7 @@ def push(folder: str | Path, config: PushConfig, *, token: str | None = None) ->
     """
     folder = Path(folder)
     files = check_folder(folder)
+    cleaned = cleaned_files(folder, files)
     values = json.loads((folder / "config.json").read_text())
     own_card = (folder / "README.md").is_file()
     if own_card and config.report is not None:
@@ -120,36 +132,46 @@ def push(folder: str | Path, config: PushConfig, *, token: str | None = None) ->
     card: Callable[[str], Any] | None = None
     if not own_card:
         base_model, metadata = _base(api, values, config)
+        datasets = _known(api, named_datasets(folder, report))
 
         def card(revision: str) -> Any:
             return model_card(
-                folder, repo_id=repo_id, revision=revision, base_model=base_model, metadata=metadata, report=report
+                folder,
+                repo_id=repo_id,
+                revision=revision,
+                base_model=base_model,
+                metadata=metadata,
+                report=report,
+                datasets=datasets,
             )
 
         # what the Hub would refuse is known before anything is sent
         _reach(api, card("0" * 40).validate)
     load_afresh(folder)
+    for name in cleaned:
+        logger.warning(f"{name} is pushed with names in place of paths of this machine.")
+    url = f"{api.endpoint}/{repo_id}"
+    if config.dry_run:
+        branch = config.revision or "main"
+        text = (folder / "README.md").read_text(encoding="utf-8") if card is None else str(card(branch))
+        if card is not None:
+            write_text(folder / DRY_CARD, text)
+        return Pushed(repo_id, branch, url, text, files)
 
     if existing is None:
         _reach(api, lambda: api.create_repo(repo_id, private=config.private))
     if config.revision is not None:
         _reach(api, lambda: api.create_branch(repo_id, branch=str(config.revision), exist_ok=True))
     logger.warning(f"To {repo_id} go: {', '.join(files)}")
-    # names, not patterns
-    names = [glob.escape(name) for name in files]
-    commit = _upload(api, folder, repo_id, config, allow_patterns=names, delete_patterns=_REPLACED)
-    url = f"{api.endpoint}/{repo_id}"
+    commit = _upload(api, repo_id, config, {name: cleaned.get(name, folder / name) for name in files}, replace=True)
     if card is None:
-        return Pushed(repo_id, commit.oid, url, (folder / "README.md").read_text(encoding="utf-8"))
+        return Pushed(repo_id, commit.oid, url, (folder / "README.md").read_text(encoding="utf-8"), files)
     written = card(commit.oid)
-    with tempfile.TemporaryDirectory() as scratch:
-        written.save(Path(scratch) / "README.md")
-        for plot in [] if config.report is None else plots_of(config.report):
-            (Path(scratch) / PLOTS).mkdir(exist_ok=True)
-            source = inside(plot.parent, plot.name, file=plot.name, field="file")
-            shutil.copyfile(source, Path(scratch) / PLOTS / plot.name)
-        _upload(api, Path(scratch), repo_id, config)
-    return Pushed(repo_id, commit.oid, url, str(written))
+    beside: dict[str, Path | bytes] = {"README.md": str(written).encode()}
+    for plot in [] if config.report is None else plots_of(config.report):
+        beside[f"{PLOTS}/{plot.name}"] = inside(plot.parent, plot.name, file=plot.name, field="file")
+    _upload(api, repo_id, config, beside)
+    return Pushed(repo_id, commit.oid, url, str(written), files)
 
 
 def _reach(api: HfApi, call: Callable[[], _T]) -> _T:
@@ -248,15 +270,32 @@ def _base(api: HfApi, values: dict[str, Any], config: PushConfig) -> tuple[str |
     return base_model, metadata
 
 
-def _upload(api: HfApi, folder: Path, repo_id: str, config: PushConfig, **options: Any) -> CommitInfo:
+def _known(api: HfApi, datasets: Iterable[str]) -> set[str]:
+    """Those of the ids that the Hub has a data set of."""
+    known = set()
+    for dataset in datasets:
+        with contextlib.suppress(HfHubHTTPError):
+            _reach(api, functools.partial(api.dataset_info, dataset))
+            known.add(dataset)
+    return known
+
+
+def _upload(
+    api: HfApi, repo_id: str, config: PushConfig, files: Mapping[str, Path | bytes], *, replace: bool = False
+) -> CommitInfo:
+    """One commit of exactly these files: path in the repository -> file, or its content.
+
+    Args:
+        replace: remove what an earlier push left, and this one has no use for.
+    """
     try:
-        return api.upload_folder(
-            folder_path=folder,
-            repo_id=repo_id,
-            revision=config.revision,
-            commit_message=config.message,
-            **options,
-        )
+        operations: list[Any] = [CommitOperationAdd(path, content) for path, content in files.items()]
+        if replace:
+            for path in api.list_repo_files(repo_id, revision=config.revision):
+                left = any(fnmatch.fnmatch(path, pattern) for pattern in _REPLACED)
+                if left and path not in files:
+                    operations.append(CommitOperationDelete(path))
+        return api.create_commit(repo_id, operations, commit_message=config.message, revision=config.revision)
     # every way of uploading has errors of its own
     except Exception as error:
         raise ConnectionError(

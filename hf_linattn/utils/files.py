@@ -65,7 +65,7 @@ def write_text(path: str | Path, text: str) -> None:
 def inside(folder: str | Path, name: str, *, file: str, field: str) -> Path:
     """The path of what a checkpoint's own file calls `name`, which must lie in `folder`, links followed.
 
-    A folder of the Hugging Face cache holds links to the blobs of the same cache; these are followed.
+    A snapshot in the Hugging Face cache holds links to the blobs of its repository; these are followed.
 
     Args:
         folder: the checkpoint's.
@@ -84,16 +84,26 @@ def inside(folder: str | Path, name: str, *, file: str, field: str) -> Path:
     climbed = Path(os.path.normpath(root / name))
     if not climbed.is_relative_to(root):
         raise ValueError(f"{told} leads out of the folder; it must be a path within the folder.")
-    target = path.resolve()
-    if not any(target.is_relative_to(allowed) for allowed in (root, *_blobs(root))):
+    if not path.resolve().is_relative_to(root) and not _is_blob(root, climbed):
         raise ValueError(f"{told} is a link that leads out of the folder; put the file itself there.")
     return path
 
 
-def _blobs(folder: Path) -> list[Path]:
-    """Where the links of a folder in the Hugging Face cache lead: blobs of the repository and of the whole cache."""
+def _is_blob(folder: Path, link: Path) -> bool:
+    """Whether a link of a snapshot in the Hugging Face cache leads to a blob of the same repository.
+
+    The blob may itself be a link into the store that all repositories of the cache share.
+    """
     for snapshots in folder.parents:
         repository = snapshots.parent
         if snapshots.name == "snapshots" and repository.name.startswith("models--"):
-            return [repository / "blobs", repository.parent / "blobs"]
-    return []
+            break
+    else:
+        return False
+    # the folder that the link lies in, whose own links must not lead out
+    place = link.parent.resolve()
+    if not place.is_relative_to(folder) or not link.is_symlink():
+        return False
+    blob = Path(os.path.normpath(place / os.readlink(link)))
+    blobs, shared = repository / "blobs", repository.parent / "blobs"
+    return blob.parent == blobs and any(blob.resolve().is_relative_to(allowed) for allowed in (blobs, shared))

@@ -412,6 +412,24 @@ def test_passkey_probe_plants_one_key_of_ten(minilm: Path) -> None:
         job.examples(8)
 
 
+def test_the_base_of_an_adapter_is_one_that_was_named(encoder: str, tmp_path: Path) -> None:
+    """A path in an adapter's file is not followed out of its folder, but to a checkpoint that the caller names too."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    converted = tmp_path / "converted"
+    convert(encoder, JOINED).save_pretrained(converted)
+    for name in (str(converted), "../converted", "converted"):
+        (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+        if name == "../converted":
+            continue
+        models = compared_models(encoder, {"lora": str(adapter), "swap": str(converted)}, branches=False)
+        assert [model.adapted for model in models if model.name == "lora"] == [(str(converted),)]
+    for name in (str(converted), "../converted"):
+        (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+        with pytest.raises(ValueError, match=r"base_model_name_or_path='.*' leads out of the folder.*compare that"):
+            compared_models(encoder, {"lora": str(adapter)})
+
+
 def test_adapter_is_a_column(encoder: str, corpus: Path, tmp_path: Path) -> None:
     convert_checkpoint(encoder, tmp_path / "converted", JOINED, auto_class="AutoModel")
     base = AutoModel.from_pretrained(tmp_path / "converted")

@@ -57,6 +57,8 @@ class Hub:
         #: id of a content, as the Hub names it (SHA-1 of git, of large files SHA-256) -> content
         self.contents: dict[str, bytes] = {}
         self.faults: list[Fault] = []
+        #: ids of the data sets that it has
+        self.datasets: set[str] = set()
         #: (method, path) of every request, oldest first
         self.requests: list[tuple[str, str]] = []
         self.url = ""
@@ -275,6 +277,11 @@ class _Handler(BaseHTTPRequestHandler):
             }
         )
 
+    def dataset_info(self, name: str) -> None:
+        if name not in self.hub.datasets:
+            raise _Answer(404, "Repository not found", code="RepoNotFound")
+        self._json({"_id": name, "id": name, "private": False, "tags": [], "downloads": 0, "siblings": []})
+
     def tree(self, name: str, revision: str, folder: str | None = None) -> None:
         repo = self._repo(name)
         prefix = f"{folder}/" if folder else ""
@@ -321,6 +328,7 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", rf"{_API}/branch/{_REVISION}", _Handler.branch),
     ("POST", rf"{_API}/preupload/{_REVISION}", _Handler.preupload),
     ("POST", rf"{_API}/commit/{_REVISION}", _Handler.commit),
+    ("GET", rf"/api/datasets/{_NAME}", _Handler.dataset_info),
     ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", _Handler.tree),
     ("GET", rf"{_API}/refs", _Handler.refs),
     ("GET", rf"{_API}(/revision/(?P<revision>.+))?", lambda self, name, revision: self.info(name, revision or "main")),

@@ -1,6 +1,7 @@
 """The model card: its metadata reads back, its numbers are the report's, and its snippets run."""
 
 import copy
+import dataclasses
 import importlib.util
 import json
 import re
@@ -9,19 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from transformers import AutoModelForSequenceClassification
 
 import hf_linattn.publish.upload
 from hf_linattn import LinformerConfig, convert_checkpoint
-from hf_linattn.publish.card import model_card, read_report
+from hf_linattn.adapt import AdaptConfig, adapt
+from hf_linattn.publish.card import model_card, named_datasets, read_report
 from hf_linattn.publish.upload import PushConfig, push
 
+from ..adapt.runs import SHORT, write_documents
 from ..helpers import converted_model, save_tokenizer, tiny_model
 from .hub_server import Hub
 from .test_upload import LOCAL, client, hub  # noqa: F401
 
 CONFIG = LinformerConfig(projection="learned", projection_length=8, window_size=4, global_tokens=1)
-TRAINING = {"stages": [{"name": "transfer", "steps": 200}], "data": {"dataset": "topics"}}
+TRAINING: dict[str, Any] = {
+    "stages": [{"stage": "transfer", "steps": 200, "chosen_step": 200}],
+    "data": {"dataset": "topics"},
+}
 REPOSITORY: dict[str, Any] = {"repo_id": "me/model", "base_model": "org/base", "metadata": {"license": "mit"}}
 
 
@@ -64,7 +72,10 @@ def make_report(linattn: dict[str, Any]) -> dict[str, Any]:
     return {
         "format_version": 1,
         "created": "2026-01-02",
-        "commands": ["hf-linattn evaluate org/base --task classification"],
+        "commands": [
+            "hf-linattn evaluate org/base --task classification --dataset /home/somebody/pages.jsonl "
+            "--converted swap=/home/somebody/swap --output ~/somebody/report"
+        ],
         "machine": {"cpu": "a CPU", "cores": 2},
         "base": {"name": "org/base", "model_type": "bert", "max_length": 64},
         "columns": [
@@ -131,6 +142,93 @@ def test_the_metadata_reads_back(folder: Path) -> None:
     assert not re.search(r"{{|{%|\bNone\b(?! \|)|Undefined", card.text)
 
 
+def fine_tuned(root: Path, **options: Any) -> Path:
+    """A classifier that `adapt` trained from a converted sentence encoder."""
+    config = AdaptConfig(
+        **{**SHORT, "transfer_steps": 0, "distil_steps": 0}, task_steps=4, task="sequence-classification"
+    )
+    data = dataclasses.replace(write_documents(root / "documents.jsonl"), label_column="kind")
+    adapt(sentence_encoder(root), root / "classifier", config, data=data, **options)
+    return root / "classifier"
+
+
+def test_the_card_of_a_classifier_that_was_a_sentence_encoder(tmp_path: Path) -> None:
+    folder = fine_tuned(tmp_path)
+    assert not (folder / "modules.json").exists() and not (folder / "1_Pooling").exists()
+    card = ModelCard(str(model_card(folder, **REPOSITORY)))
+    assert card.data.pipeline_tag == "text-classification"
+    assert not {"sentence-transformers", "feature-extraction"}.intersection(card.data.tags or [])
+    assert "SentenceTransformer" not in card.text
+    stage = json.loads((folder / "config.json").read_text())["linattn_training"]["stages"][0]
+    before, after = stage["eval_metrics_before"]["accuracy"], stage["eval_metrics"]["accuracy"]
+    assert f"|  |  | accuracy | {before:.3g} | {after:.3g} |" in card.text
+    assert "| task | 4 | loss |" in card.text and "Evaluated in training only" in card.text
+    assert "label = model.config.id2label" in card.text
+    # nothing of this machine, in the card and beside it
+    for path in folder.rglob("*.json"):
+        if path.parent.name != "training":
+            assert str(tmp_path) not in path.read_text(), path
+    assert str(tmp_path) not in str(card)
+
+
+def test_results_of_the_training_are_in_the_index_where_their_data_are_on_the_hub(folder: Path) -> None:
+    stage = {
+        "stage": "task",
+        "steps": 4,
+        "chosen_step": 4,
+        "eval_loss_before": 0.7,
+        "eval_loss": 0.2,
+        "eval_metrics_before": {"accuracy": 0.5},
+        "eval_metrics": {"accuracy": 0.9},
+    }
+    # of a preset, what it stands for
+    training = {"stages": [stage], "data": {"dataset": "org/train"}, "eval_data": {"dataset": "imdb", "split": None}}
+    set_config(folder, linattn_training=training)
+    known = named_datasets(folder)
+    assert known == {"org/train", "stanfordnlp/imdb"}
+    card = ModelCard(str(model_card(folder, datasets=known, **REPOSITORY)))
+    assert card.data.datasets == ["org/train"]
+    (result,) = card.data.eval_results or []
+    assert (result.dataset_type, result.dataset_split) == ("stanfordnlp/imdb", "test")
+    assert (result.metric_type, result.metric_value) == ("accuracy", 0.9)
+    # of a Hub that has none of them, no index
+    assert ModelCard(str(model_card(folder, **REPOSITORY))).data.eval_results is None
+
+
+def test_weights_that_were_trained_outside_are_told_from_those_of_the_conversion(folder: Path) -> None:
+    def training_section() -> str:
+        return model_card(folder, **REPOSITORY).text.split("## Training")[1].split("## Evaluation")[0]
+
+    assert "a direct swap" in training_section()
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    # written again as it is
+    model.save_pretrained(folder)
+    assert "a direct swap" in training_section()
+    with torch.no_grad():
+        model.classifier.weight.add_(0.1)
+    model.save_pretrained(folder)
+    assert "trained or changed outside hf-linattn" in training_section() and "swap" not in training_section()
+    set_config(folder, linattn_training=TRAINING)
+    assert "have been changed since, outside hf-linattn" in training_section()
+    # of a version that left no digest
+    set_config(folder, linattn_training=None, linattn_digest=None)
+    assert "is not known" in training_section() and "swap" not in training_section()
+
+
+@pytest.mark.parametrize(
+    ("auto", "tag"),
+    [
+        ("AutoModel", "feature-extraction"),
+        ("AutoModelForQuestionAnswering", "question-answering"),
+        # the Hub has none for it
+        ("AutoModelForNextSentencePrediction", None),
+    ],
+)
+def test_the_tag_is_that_of_the_head(auto: str, tag: str | None, tmp_path: Path) -> None:
+    converted_model(CONFIG, auto=auto).save_pretrained(tmp_path)
+    assert model_card(tmp_path, **REPOSITORY).data.pipeline_tag == tag
+
+
 def test_chosen_layers_are_named(tmp_path: Path) -> None:
     converted_model(LinformerConfig(projection="learned", projection_length=8, layers=[1])).save_pretrained(tmp_path)
     text = model_card(tmp_path, **REPOSITORY).text
@@ -141,7 +239,15 @@ def test_chosen_layers_are_named(tmp_path: Path) -> None:
 
 
 def test_numbers_come_from_the_report(folder: Path, report: Path) -> None:
-    card = ModelCard(str(model_card(folder, report=read_report(report), **REPOSITORY)))
+    found = read_report(report)
+    # of a file, and of a data set that is not on the Hub, the numbers are in the text alone
+    for dataset in ("/home/somebody/secret/pages.jsonl", "data/pages"):
+        found["tasks"][0]["data"]["dataset"] = dataset
+        card = ModelCard(str(model_card(folder, report=found, datasets={"org/pages"}, **REPOSITORY)))
+        assert card.data.eval_results is None and "0.85 (0.83 to 0.87)" in card.text
+    assert named_datasets(folder, found) == {"data/pages"}
+    found["tasks"][0]["data"]["dataset"] = "org/pages"
+    card = ModelCard(str(model_card(folder, report=found, datasets={"org/pages"}, **REPOSITORY)))
     results = card.data.eval_results
     assert results is not None
     assert [(r.metric_value, r.metric_args) for r in results] == [
@@ -154,15 +260,16 @@ def test_numbers_come_from_the_report(folder: Path, report: Path) -> None:
         "accuracy at 64 tokens, adapted",
         "accuracy at 128 tokens, adapted",
     ]
-    assert {(r.dataset_name, r.dataset_split, r.task_type) for r in results} == {
-        ("pages.jsonl", "test", "text-classification")
+    assert {(r.dataset_type, r.dataset_split, r.task_type, r.metric_type) for r in results} == {
+        ("org/pages", "test", "text-classification", "accuracy")
     }
     for part in (
         "| **adapted** (this model) | 0.85 (0.83 to 0.87) | 0.805 (0.785 to 0.825) |",
         "| softmax extended | 0.9 (0.88 to 0.92) | 0.8 (0.78 to 0.82) |",
-        "stages 1, steps: 200",
+        "| transfer | 200 | not evaluated |",
         "cpu a CPU; cores 2",
-        "hf-linattn evaluate org/base",
+        "hf-linattn evaluate org/base --task classification --dataset pages.jsonl --converted swap=swap "
+        "--output report",
         "![plots/accuracy.png](plots/accuracy.png)",
     ):
         assert part in card.text

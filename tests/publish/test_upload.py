@@ -159,6 +159,42 @@ model.push_to_hub("me/usual", revision="other")
 """
 
 
+CONVERT = """
+import sys
+from hf_linattn import LinformerConfig, convert_checkpoint
+try:
+    convert_checkpoint("me/softmax", sys.argv[1], LinformerConfig(projection_length=8, window_size=4))
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+def test_names_in_the_files_of_a_hub_id_stay_inside_its_folder(hub: Hub, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "base")
+    tiny_model("bert", MASKED_LM).save_pretrained(tmp_path / "base")
+    hub.repos["me/softmax"] = Repo(private=False)
+
+    def commit(**changed: str) -> None:
+        files = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+        files |= {name: content.encode() for name, content in changed.items()}
+        hub.contents |= {f"{name} {len(content)}": content for name, content in files.items()}
+        hub.repos["me/softmax"].commit("main", {name: f"{name} {len(content)}" for name, content in files.items()})
+
+    for changed, told in (
+        ({"modules.json": '[{"path": "../../x"}]'}, "modules.json': path='../../x' leads out of the folder"),
+        ({"adapter_config.json": '{"base_model_name_or_path": "/etc"}'}, "base_model_name_or_path='/etc' leads out"),
+    ):
+        commit(**changed)
+        done = client(CONVERT, tmp_path / "out", cwd=tmp_path, hub=hub)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("refused") and told in done.stdout
+        assert not (tmp_path / "out").exists()
+    commit()
+    done = client(CONVERT, tmp_path / "out", cwd=tmp_path, hub=hub)
+    assert done.returncode == 0 and done.stdout == "", done.stderr + done.stdout
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 def test_push_to_hub_of_the_model_works_as_usual(hub: Hub, folder: Path, tmp_path: Path) -> None:
     place = Path(hf_linattn.__file__).parents[1]
     done = client(PUSH_TO_HUB, place, folder, cwd=tmp_path, hub=hub, token=TOKEN)
@@ -401,13 +437,69 @@ def test_only_what_belongs_to_a_model_is_pushed(hub: Hub, unchecked: None, folde
     strays = ["optimizer.pt", "training_args.bin", "notes.txt", ".env", "train.py", "checkpoint-5/config.json"]
     # names that patterns would take
     strays += ["tokenizer_secret.json", "id_rsa.model", "LICENSE_KEY.txt", "1_Pooling/notes.json"]
+    # private, and a repository of its own
+    (folder / ".git").mkdir()
+    strays += [".git/config", ".env.local", ".netrc", "token"]
     for name in (*strays, "1_Pooling/config.json", "LICENSE"):
         (folder / name).write_text("{}")
+    (folder / "config_sentence_transformers.json").write_text('{"model_type": "SparseEncoder"}')
     (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
     push(folder, PushConfig(repo="me/model", **LOCAL))
     files = set(hub.files("me/model"))
     assert {"1_Pooling/config.json", "modules.json", "LICENSE", "generation_config.json"} <= files
     assert not files & set(strays)
+
+
+def test_modules_of_another_head_stay(hub: Hub, unchecked: None, folder: Path) -> None:
+    """A masked language model that was a sentence encoder's is no sentence encoder; what was pushed before goes."""
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    (folder / "config_sentence_transformers.json").write_text('{"model_type": "SparseEncoder"}')
+    sentence = ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+    push(folder, PushConfig(repo="me/model", **LOCAL))
+    assert hub.files("me/model").keys() >= set(sentence)
+    (folder / "config_sentence_transformers.json").write_text('{"model_type": "SentenceTransformer"}')
+    card = push(folder, PushConfig(repo="me/model", **LOCAL)).card
+    assert not hub.files("me/model").keys() & set(sentence)
+    assert "pipeline_tag: fill-mask" in card and "sentence" not in card
+
+
+def test_no_path_of_this_machine_is_pushed(hub: Hub, unchecked: None, folder: Path) -> None:
+    """Whatever wrote them: Trainer, an older Transformers, or a run of an earlier version."""
+    secret = "/home/somebody/secret"
+    training = {"stages": [], "data": {"dataset": f"{secret}/pages.jsonl"}, "earlier": {"model": f"{secret}/base"}}
+    change_config(folder, _name_or_path=f"{secret}/run 1", linattn_training=training, id2label={"0": "/m/09x"})
+    tokenizer = folder / "tokenizer_config.json"
+    values = {**json.loads(tokenizer.read_text()), "tokenizer_file": r"C:\\Users\\somebody\\tokenizer.json"}
+    tokenizer.write_text(json.dumps(values))
+    pushed = push(folder, PushConfig(repo="me/model", **LOCAL))
+    files = hub.files("me/model")
+    assert not [name for name, content in files.items() if b"somebody" in content]
+    assert json.loads(files["config.json"])["linattn_training"]["data"]["dataset"] == "pages.jsonl"
+    assert json.loads(files["config.json"])["id2label"] == {"0": "/m/09x"}
+    assert json.loads(files["tokenizer_config.json"])["tokenizer_file"] == "tokenizer.json"
+    assert "data, dataset: pages.jsonl" in pushed.card
+    # a card of one's own is not changed
+    (folder / "README.md").write_text(f"---\nlicense: mit\n---\nMade in {folder.resolve()}.\n")
+    with pytest.raises(ValueError, match=r"README\.md', line 4 has a path of this machine"):
+        push(folder, PushConfig(repo="me/model"))
+
+
+def test_a_dry_run_writes_the_card_and_sends_nothing(
+    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / ".env").write_text("secret")
+    call = ["push", str(folder), "--repo", "model", "--base-model", "local", "--license", "mit", "--dry-run"]
+    assert main(call) == 0
+    out = capsys.readouterr().out
+    assert "would go to" in out and "  model.safetensors\n" in out and ".env" not in out and "Nothing was sent" in out
+    assert hub.repos == {} and not hub.seen("POST", "/repos/create") and not hub.seen("PUT", "")
+    card = (folder / "card.md").read_text()
+    assert 'name, revision = "me/model", "main"' in card
+    # it is not taken for a card of one's own, and does not go along
+    assert main(call[:-1]) == 0
+    assert "card.md" not in hub.files("me/model") and "README.md" in hub.files("me/model")
 
 
 def put_base(hub: Hub, card: str) -> None:

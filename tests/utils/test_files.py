@@ -45,8 +45,43 @@ def test_links_of_the_hugging_face_cache_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "link", ["../../../models--org--private/blobs/x", "../../../blobs/ab/shared", "../../refs/main"]
+)
+def test_links_of_the_cache_to_what_is_not_a_blob_of_the_repository_are_refused(link: str, tmp_path: Path) -> None:
+    """Another, private repository lies in the same cache; the shared store is reached by a blob of one's own only."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    for place in (snapshot, tmp_path / "models--org--private" / "blobs", tmp_path / "blobs" / "ab"):
+        place.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(link)
+    target = snapshot / link
+    target.parent.mkdir(exist_ok=True)
+    target.write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json.*is a link that leads out"):
+        check_checkpoint(snapshot)
+
+
+def test_paths_of_another_machine_that_are_nothing_here_are_none(folder: Path) -> None:
+    """Older versions of Transformers left them in what they wrote."""
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_file": "/nobody/tokenizer.json", "x_file": null}')
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    check_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
     ("file", "content", "told"),
     [
+        (
+            "tokenizer_config.json",
+            '{"auto_map": {"AutoTokenizer": ["../private.T", null]}}',
+            r"auto_map\['AutoTokenizer'\]=",
+        ),
+        ("tokenizer_config.json", '{"vocab_file": "/etc/passwd"}', r"vocab_file='/etc/passwd' leads out"),
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "../private"}',
+            r"base_model_name_or_path='.*private' leads",
+        ),
+        ("adapter_config.json", '{"base_model_name_or_path": "/etc"}', r"base_model_name_or_path='/etc' leads out"),
         ("modules.json", '[{"path": "../private"}]', r"modules\.json': path='\.\./private'"),
         ("model.safetensors.index.json", '{"weight_map": {"w": "../private/secret"}}', r"weight_map\['w'\]="),
         ("config.json", '{"auto_map": {"AutoModel": "/etc/code.Model"}}', r"auto_map\['AutoModel'\]="),
