@@ -165,13 +165,17 @@ class Projection(nn.Module):
         if self.projection == "conv":
             x = x * self.kernel(side, segments).to(x.dtype)
         matrix = self.matrix(side, segments)
-        if self.projection == "learned":
+        if matrix is not None and self.projection == "learned":
             matrix = segments.add_means(matrix)
         if matrix is not None and matrix.shape[1] != 1:
             return matrix.to(x.dtype) @ x
         # all heads side by side: (batch, length, heads * dim) -> (batch, slots, heads * dim)
         tokens = x.transpose(1, 2).flatten(2)
-        summaries = segments.means(tokens.to(torch.promote_types(x.dtype, torch.float32))) if matrix is None else matrix.squeeze(1).to(x.dtype) @ tokens
+        summaries = (
+            segments.means(tokens.to(torch.promote_types(x.dtype, torch.float32)))
+            if matrix is None
+            else matrix.squeeze(1).to(x.dtype) @ tokens
+        )
         return summaries.to(x.dtype).unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
 
     def matrix(self, side: str, segments: Segments) -> Tensor | None:
