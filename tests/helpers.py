@@ -28,7 +28,6 @@ from hf_linattn import (
 )
 from hf_linattn.modeling.architectures import ARCHITECTURES, UNAVAILABLE
 from hf_linattn.modeling.decoder_attention import attend_causally
-from hf_linattn.modeling.far_part import FarPart
 from hf_linattn.modeling.feature_maps import FeatureMap, Moments
 from hf_linattn.modeling.linear_attention import LinearAttention
 from hf_linattn.modeling.methods import METHODS as REGISTRY
@@ -397,21 +396,14 @@ def trained(layer: LinearAttention, noise: float = 0.3, seed: int = 5) -> Linear
 def from_state(
     layer: LinearAttention, inputs: Iterable[Tensor], state: State | None = None, lengths: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """Outputs of tokens that come after those of a state, and the state after them."""
+    """Outputs of tokens that come after those of a state, which stays as it is, and the state after them."""
+    state = None if state is None else state.map(torch.clone)
     return attend_causally(*inputs, layer.far_part, state, lengths, layer.settings())
 
 
 def initial_state(layer: LinearAttention, key: Tensor, value: Tensor) -> State:
     """The state before the first token."""
-    far: FarPart = layer.far_part
-    window, first = layer.config.window_size, layer.config.global_tokens
-    return empty_state(
-        key,
-        value,
-        global_tokens=first,
-        near_length=far.near_length(window, first),
-        far=far.initial_state(key, value),
-    )
+    return empty_state(key, value, layer.far_part, layer.settings())
 
 
 def in_chunks(layer: LinearAttention, inputs: list[Tensor], sizes: Iterable[int]) -> tuple[Tensor, State | None]:

@@ -3,7 +3,7 @@
 Every model with `_supports_attention_backend` looks both up by the name in `config._attn_implementation`.
 The mask stays small. It is what `linattn_mask` returns, over all tokens that the layers have seen:
 
-    None                     nothing is padded
+    None                     nothing is padded, or nothing that a layer has to know of
     (batch,) long            rows are padded at the end only; how many valid tokens each has
     (batch, length) bool     True at valid tokens, wherever they stand
 """
@@ -84,9 +84,11 @@ def linattn_mask(
     # looked at once per forward pass, not once per layer
     if bool(mask.all()):
         return None
-    if q_length == kv_length and bool((mask[:, 1:] <= mask[:, :-1]).all()):
-        return mask.sum(-1)
-    return mask
+    if q_length == kv_length:
+        return mask.sum(-1) if bool((mask[:, 1:] <= mask[:, :-1]).all()) else mask
+    # what is padded among earlier tokens only softmax layers need to know
+    settings = getattr(kwargs.get("config"), "linattn", {"layers": ()})
+    return None if settings.get("layers") is None and bool(mask[:, -q_length:].all()) else mask
 
 
 def linattn_attention_forward(

@@ -132,22 +132,31 @@ class FarDifferences:
 
     def __init__(self, weights: Tensor, x: Tensor, window: int) -> None:
         self.weights, self.x, self.window = weights, x, window
-        # all tokens as one block: (batch, 1, rows, heads, dim)
-        self.total = _products(weights.unsqueeze(3), x.unsqueeze(1))
+        self.products: Tensor | None = None
+        if weights.shape[2] <= window:
+            # the products of all blocks take no more memory than x
+            self.products = self._products(0, -(-x.shape[1] // window))
+            self.total = self.products.sum(1, keepdim=True)
+        else:
+            # all tokens as one block: (batch, 1, rows, heads, dim)
+            self.total = _products(weights.unsqueeze(3), x.unsqueeze(1))
 
     def chunk(self, begin: int, end: int) -> Tensor:
         """The sums for the blocks begin .. end - 1: (batch, end - begin, rows, heads, dim)."""
-        products = _block_products(self.weights, self.x, self.window, begin, end)
+        # of the blocks begin - 1 .. end, zeros where there is none
+        if self.products is None:
+            products = self._products(begin - 1, end + 1)
+        else:
+            products = between(self.products, begin - 1, end + 1, dim=1)
         return (self.total - products[:, :-2]).sub_(products[:, 1:-1]).sub_(products[:, 2:])
 
-
-def _block_products(weights: Tensor, x: Tensor, window: int, begin: int, end: int) -> Tensor:
-    """Sums over each of the blocks begin - 1 .. end, zeros where there is none; shapes as in `FarDifferences`."""
-    low, high = (begin - 1) * window, (end + 1) * window
-    return _products(
-        between(weights, low, high, dim=-1).unflatten(-1, (-1, window)),
-        between(x, low, high, dim=1).unflatten(1, (-1, window)),
-    )
+    def _products(self, begin: int, end: int) -> Tensor:
+        """Sums over each of the blocks begin .. end - 1."""
+        low, high = begin * self.window, end * self.window
+        return _products(
+            between(self.weights, low, high, dim=-1).unflatten(-1, (-1, self.window)),
+            between(self.x, low, high, dim=1).unflatten(1, (-1, self.window)),
+        )
 
 
 def _products(weights: Tensor, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ rank G + s g .. G + (s + 1) g - 1. Ranks count the tokens of a row, padding is n
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -77,57 +76,21 @@ class CausalProjection(nn.Module):
         log_length = like.new_full((1, self.slots), math.log(self.segment_length))
         return log_length + self.bias.to(like.dtype) if self.projection == "learned" else log_length
 
-    def _weight(self, side: str, slot: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor | float:
-        """Weight of each token in its summary: (rows, tokens) -> (rows, heads or 1, tokens, 1 or dim)."""
+    def summarize(self, x: Tensor, side: str, slot: Tensor) -> Tensor:
+        """Summaries of whole segments x (batch, heads, segments, segment_length, dim): (batch, heads, segments, dim).
+
+        slot: (batch or 1, segments), of each segment.
+        """
+        if self.projection == "max":
+            return x.amax(3)
         if self.projection == "mean":
-            return 1 / self.segment_length
-        weight = getattr(self, f"{side if side in self.sides else 'key'}_weight").to(dtype)
+            return x.mean(3)
+        weight = getattr(self, f"{side if side in self.sides else 'key'}_weight").to(x.dtype)
         if self.projection == "conv":
-            return weight[:, place].transpose(0, 1) / self.segment_length
-        # (heads, rows, tokens) -> (rows, heads, tokens, 1)
-        return (1 + weight[:, slot, place].transpose(0, 1).unsqueeze(-1)) / self.segment_length
-
-    def summarize(self, x: Tensor, side: str, lengths: Tensor | None = None, first: int = 0) -> Tensor:
-        """Summaries of the segments of whole rows (batch, heads, length, dim): (batch, heads, segments, dim).
-
-        The last one may be open. `lengths` (batch,): how many tokens are valid; `first`: tokens before segment 0.
-        """
-        if lengths is not None:
-            valid = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
-            x = x.masked_fill(~valid[:, None, :, None], self._none)
-        x = x[:, :, first:]
-        x = F.pad(x, (0, 0, 0, -x.shape[2] % self.segment_length), value=self._none)
-        if self.projection == "max":
-            # split the length into segments
-            maxima = x.unflatten(2, (-1, self.segment_length)).amax(3)
-            return maxima.masked_fill(maxima == self._none, 0.0)
-        rank = torch.arange(x.shape[2], device=x.device)[None]
-        weight = self._weight(side, rank // self.segment_length, rank % self.segment_length, x.dtype)
-        return (x * weight).unflatten(2, (-1, self.segment_length)).sum(3)
-
-    def add(self, summaries: Tensor, x: Tensor, side: str, rank: Tensor, valid: Tensor) -> Tensor:
-        """`summaries` (batch, heads, slots, dim) with new tokens x (batch, heads, length, dim) added to their segments.
-
-        rank: (batch, length), counted from the first token of segment 0; valid: (batch, length) bool, tokens to add.
-        """
-        slot, place = rank // self.segment_length, rank % self.segment_length
-        valid = valid & (slot < self.slots) & (rank >= 0)
-        if self.projection == "max":
-            # a slot whose segment has not begun holds nothing yet
-            begun = torch.arange(self.slots, device=x.device) * self.segment_length < rank[:, :1]
-            summaries = summaries.masked_fill(~begun[:, None, :, None], self._none)
-        else:
-            known_slot, known_place = slot.clamp(0, self.slots - 1), place.clamp_min(0)
-            x = x * self._weight(side, known_slot, known_place, x.dtype)
-        x = x.masked_fill(~valid[:, None, :, None], self._none)
-        index = slot.clamp(0, self.slots - 1)[:, None, :, None].expand(x.shape)
-        summaries = summaries.scatter_reduce(2, index, x, "amax" if self.projection == "max" else "sum")
-        return summaries.masked_fill(summaries == self._none, 0.0) if self.projection == "max" else summaries
-
-    @property
-    def _none(self) -> float:
-        """What an absent token contributes."""
-        return float("-inf") if self.projection == "max" else 0.0
+            return (x * weight.unsqueeze(1)).mean(3)
+        # (heads or 1, batch or 1, segments, 1, segment_length) -> (batch or 1, heads or 1, ...)
+        weight = (1 + weight[:, slot].unsqueeze(3).transpose(0, 1)) / self.segment_length
+        return (weight @ x).squeeze(3)
 
     def extra_repr(self) -> str:
         return (

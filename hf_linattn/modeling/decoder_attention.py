@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import after_end, at, between, chunk_size, concatenate, recomputed
+from .decoder_step import step
 from .far_part import Chunk, FarKeys, FarPart, FarSums, Settings, Slots, side_by_side
-from .merge import LOG2_E, NEVER, exact_part, merge, with_one
+from .merge import NEVER, merge, with_one
 from .near import causal_global_part, causal_window_part
 from .state import State, empty_state
 
@@ -28,9 +29,9 @@ def attend_causally(
 ) -> tuple[Tensor, State]:
     """Attention of new tokens, any number of them, that come after those of `state`, and the state after them.
 
-    `state` is what the call before returned; None is the state before the first token, and cheaper. The other arguments
-    and the result are as in `LinearAttention.forward`. That rows with a state stay within the longest length is for the
-    caller to see to.
+    `state` is what the call before returned, and is used up; None is the state before the first token, and cheaper. The
+    other arguments and the result are as in `LinearAttention.forward`. That rows with a state stay within the longest
+    length is for the caller to see to.
 
     Raises:
         ValueError: the rows are longer than the far part's `max_length`, where it has one.
@@ -38,25 +39,14 @@ def attend_causally(
     longest = getattr(far, "max_length", None)
     if longest is not None and query.shape[2] > longest:
         raise ValueError(f"{query.shape[2]} tokens are more than max_length={longest} of this model's projections.")
-    from_start = state is None
     if state is None:
-        near_length = far.near_length(settings.window_size, settings.global_tokens)
-        state = empty_state(
-            key,
-            value,
-            global_tokens=settings.global_tokens,
-            near_length=near_length,
-            far=far.initial_state(key, value),
-        )
-    if isinstance(far, FarKeys) and settings.far:
-        seen = None if from_start else state.seen
-        state = state._replace(far=far.arrive(state.far, key, value, seen, lengths, settings.global_tokens))
-    after = state.advance(key, value, lengths, from_start=from_start)
-    if not from_start and query.shape[2] == 1:
-        return _step(query, key, value, far, state, after, lengths, settings)
-    queries = _Queries(query, key, value, far, state, after, lengths, settings, from_start=from_start)
-    out, far_state = queries.attend()
-    return after_end(out, lengths), after._replace(far=far_state)
+        return _Queries(
+            query, key, value, far, empty_state(key, value, far, settings), lengths, settings, True
+        ).attend()
+    query, key, value = (x.to(state.key.dtype) for x in (query, key, value))
+    if query.shape[2] == 1:
+        return step(query, key, value, far, state, lengths, settings)
+    return _Queries(query, key, value, far, state, lengths, settings, False).attend()
 
 
 class _Queries:
@@ -65,7 +55,7 @@ class _Queries:
     With a window and a state, a row's first new token stands at `offset` in its block.
 
     Args:
-        state, after: before the new tokens, and after them but for its far part.
+        state: before the new tokens.
         from_start: there are no earlier tokens, so that one row of ranks is that of all rows.
     """
 
@@ -76,16 +66,15 @@ class _Queries:
         value: Tensor,
         far: FarPart,
         state: State,
-        after: State,
         lengths: Tensor | None,
         settings: Settings,
-        *,
         from_start: bool,
     ) -> None:
         length, device = query.shape[2], query.device
         window, first = settings.window_size, settings.global_tokens
         self.far, self.settings, self.length, self.from_start = far, settings, length, from_start
-        self.far_state, self.leading = state.far, (after.global_key, after.global_value)
+        self.lengths, self.after = lengths, state.advance(key, value, lengths, from_start=from_start)
+        self.leading = self.after.key[:, :, :first], self.after.value[:, :, :first]
         self.reach = reach = far.reach(window, first)
         unit, seen = far.unit(window), state.seen[:1] if from_start else state.seen
         self.offset = offset = seen % unit if unit and not from_start else None
@@ -97,30 +86,47 @@ class _Queries:
         # queries stand at the positions of the grid, keys and values `origin` later: from `reach` tokens before it
         self.query, self.key, self.value, self.origin = query, key, value, 0
         if not from_start:
-            before = state.near_key.shape[2]
             position = torch.arange(grid + reach, device=device) - (0 if offset is None else offset[:, None])
             position = position.expand(seen.shape[0], -1)
             if offset is not None:
                 self.query = at(query, position[:, :grid])
+            # the last tokens, and after them the new ones
+            last = seen[:, None] + torch.arange(-state.near_length, 0, device=device)
             self.key, self.value = (
-                at(torch.cat(tokens, dim=2), position + before - reach)
-                for tokens in ((state.near_key, key), (state.near_value, value))
+                at(torch.cat((state.near_tokens(x, last), new), dim=2), position + state.near_length - reach)
+                for x, new in ((state.key, key), (state.value, value))
             )
             self.origin = reach
         start = seen if offset is None else seen - offset
         # of all keys, from `reach` before the grid
         self.rank = (start - reach)[:, None] + torch.arange(grid + reach, device=device)
-        # keys that become far: those that the next token finds far, as far as any valid query here does
-        self.becomes_far = None
         # nothing is padded, or exact: no mask
         all_far = from_start and lengths is None and not unit and not first and grid == length
-        if far.absorbs and not all_far:
-            total = seen + (length if lengths is None else lengths)
-            limit = far.near_start(total, window, first) if unit else total
-            self.becomes_far = (self.rank >= first) & (self.rank < limit[:, None])
+        # keys that become far: those that the next token finds far, as far as any valid query here does
+        total = seen + (length if lengths is None else lengths)
+        limit = far.near_start(total, window, first) if unit else total
+        self.becomes_far = None if all_far else (self.rank >= first) & (self.rank < limit[:, None])
+        self.far_state = far.load(state.far, state.slots)
+        if settings.far and not far.absorbs:
+            self.far_state = self._with_all(seen, total)
 
-    def attend(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Outputs (batch, heads, length, dim), and the far part's state after them; with far=False the one before."""
+    def _with_all(self, seen: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        """The far part's state once all tokens have come, `total` (rows,) in each row."""
+        window, first = self.settings.window_size, self.settings.global_tokens
+        # from the first token on that is not far
+        begin = self.far.near_start(seen, window, first).clamp_min(first)
+        if self.from_start:
+            key, value = self.key[:, :, first:], self.value[:, :, first:]
+        else:
+            position = begin[:, None] - self.rank[:, :1] + torch.arange(self.rank.shape[1], device=seen.device)
+            key, value = at(self.key, position), at(self.value, position)
+        valid = None
+        if self.lengths is not None or not self.from_start:
+            valid = begin[:, None] + torch.arange(key.shape[2], device=seen.device) < total[:, None]
+        return self.far.absorb(self.far_state, key, value, valid, begin - first, self.settings.scale)
+
+    def attend(self) -> tuple[Tensor, State]:
+        """Outputs (batch, heads, length, dim), and the state after them; with far=False without what became far."""
         far_state = self.far_state
 
         def outputs() -> Iterator[Tensor]:
@@ -135,8 +141,10 @@ class _Queries:
 
         out = concatenate(outputs(), self.grid).transpose(1, 2)
         if self.offset is None:
-            return out[:, :, : self.length], far_state
-        return at(out, self.offset[:, None] + torch.arange(self.length, device=out.device)), far_state
+            out = out[:, :, : self.length]
+        else:
+            out = at(out, self.offset[:, None] + torch.arange(self.length, device=out.device))
+        return after_end(out, self.lengths), self.after.settle(self.far, far_state, self.settings)
 
     def _attend_chunk(self, begin: int, end: int, *far_state: Tensor) -> tuple[Tensor, ...]:
         """Outputs of the positions begin .. end - 1 of the grid, (batch, heads, tokens, dim), and the state after."""
@@ -242,85 +250,3 @@ def _masked_softmax(query: Tensor, parts: list[Slots], settings: Settings) -> Te
 
 def _as_mask(valid: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(valid.shape, dtype=like.dtype, device=valid.device).masked_fill_(~valid, NEVER)
-
-
-def _step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    far: FarPart,
-    state: State,
-    after: State,
-    lengths: Tensor | None,
-    settings: Settings,
-) -> tuple[Tensor, State]:
-    """One new token per row, or none where `lengths` is 0. `after`: the state after it but for its far part."""
-    window, first, device, rank = settings.window_size, settings.global_tokens, query.device, state.seen
-    far_state = state.far
-    if settings.far and not window and isinstance(far, FarSums):
-        # the query's own key is far
-        valid = (rank >= first) if lengths is None else (rank >= first) & (lengths > 0)
-        far_state = far.absorb(far_state, key, value, valid[:, None], settings.scale)
-    # the last tokens before the new one, and the new one
-    keys, values = torch.cat((state.near_key, key), dim=2), torch.cat((state.near_value, value), dim=2)
-    near_rank = rank[:, None] + torch.arange(1 - keys.shape[2], 1, device=device)
-    begins = far.near_start(rank, window, first).clamp_min(first)
-    is_near = near_rank >= begins[:, None]
-    past = torch.arange(first, device=device) <= rank[:, None]
-
-    near = [(keys, values, is_near)] if settings.near and (window or isinstance(far, FarKeys)) else []
-    near += [(after.global_key, after.global_value, past)] if settings.near and first else []
-    if isinstance(far, FarKeys):
-        # keys (batch, 1, heads, keys, dim), masks (batch, 1, 1 or heads, 1, keys)
-        parts = [
-            Slots(x.unsqueeze(1), y.unsqueeze(1), _as_mask(valid[:, None, None, None], query)) for x, y, valid in near
-        ]
-        if settings.far:
-            nothing = key[:, :, :0], value[:, :, :0], None
-            parts.append(far.chunk(far_state, Chunk(query, rank[:, None, None], *nothing, settings, None))[0])
-        out = _masked_softmax(query.unsqueeze(1), parts, settings).squeeze(1)
-    else:
-        assert isinstance(far, FarSums)
-        out = _step_with_sums(query, near, far, far_state, settings).to(value.dtype)
-
-    after = after._replace(far=far_state)
-    if settings.far and far.absorbs and far.unit(window):
-        after = _absorb_block(after, far, settings, new=None if lengths is None else lengths > 0)
-    return after_end(out, lengths), after
-
-
-def _step_with_sums(
-    query: Tensor,
-    near: list[tuple[Tensor, Tensor, Tensor]],
-    far: FarSums,
-    far_state: tuple[Tensor, ...],
-    settings: Settings,
-) -> Tensor:
-    """One query per row: its near keys and values, those that are valid (batch, keys), and the sums, merged."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    query, parts = query.to(dtype), []
-    for key, value, valid in near:
-        logits = (query * (settings.scale * LOG2_E)) @ key.to(dtype).transpose(-1, -2)
-        parts.append(exact_part(logits, valid[:, None, None], with_one(value.to(dtype))))
-    if settings.far:
-        parts.append(far.read(query, far_state, settings.scale, not parts))
-    return merge(parts)
-
-
-def _absorb_block(state: State, far: FarPart, settings: Settings, new: Tensor | None) -> State:
-    """The state once the next token begins a block: the last block that is far from it becomes far.
-
-    That is the last block but one, or, without a window, the last one.
-    """
-    unit, lag = far.unit(settings.window_size), settings.window_size
-    begins = state.seen % unit == 0
-    begins = begins if new is None else begins & new
-    eager = state.seen.device.type == "cpu" and not torch.compiler.is_compiling()
-    if eager and not bool(begins.any()):
-        return state
-    oldest = state.near_key.shape[2] - lag - unit
-    tokens = slice(oldest, oldest + unit)
-    rank = (state.seen - lag - unit)[:, None] + torch.arange(unit, device=begins.device)
-    valid = begins[:, None] & (rank >= settings.global_tokens)
-    key, value = state.near_key[:, :, tokens], state.near_value[:, :, tokens]
-    return state._replace(far=far.absorb(state.far, key, value, valid, settings.scale))

@@ -360,10 +360,19 @@ class CausalClusterFarPart(_ClusterFarPart):
         return (*sums, key.new_zeros(batch, heads, slots, dtype=dtype))
 
     def absorb(
-        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, scale: float
+        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor | None, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
         new = self._by_block(key, value, valid, key.shape[2])
         return tuple(old + x.squeeze(1) for old, x in zip(state, (*new.totals, new.members), strict=True))
+
+    def save(self, state: tuple[Tensor, ...], count: Tensor) -> tuple[tuple[Tensor, ...], Slots]:
+        sums = _Sums((state[0], state[1]), state[2])
+        mean_key, mean_value = sums.means()
+        return state, Slots(mean_key, mean_value, self._log_mass(sums.members))
+
+    def _log_mass(self, members: Tensor) -> Tensor:
+        assert self.prototypes is not None
+        return members.log() + spread_mass(self.prototypes.spread.to(members.dtype), CAUSAL_SPREAD)
 
     def _by_block(self, key: Tensor, value: Tensor, valid: Tensor | None, block: int) -> _Sums:
         assert self.prototypes is not None
@@ -374,19 +383,16 @@ class CausalClusterFarPart(_ClusterFarPart):
 
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
         # before each block of queries, and after the last
-        known = [x.unsqueeze(1) for x in state]
-        if chunk.key.shape[2]:
-            blocks = self._by_block(chunk.key, chunk.value, chunk.becomes_far, chunk.ranks.shape[2])
-            known = [
-                running_sums(x, list(y.unbind(1)), dim=1)
-                for x, y in zip(state, (*blocks.totals, blocks.members), strict=True)
-            ]
-            state = tuple(x[:, -1].clone() for x in known)
-            known = [x[:, :-1] for x in known]
+        blocks = self._by_block(chunk.key, chunk.value, chunk.becomes_far, chunk.ranks.shape[2])
+        known = [
+            running_sums(x, list(y.unbind(1)), dim=1)
+            for x, y in zip(state, (*blocks.totals, blocks.members), strict=True)
+        ]
+        state = tuple(x[:, -1].clone() for x in known)
+        known = [x[:, :-1] for x in known]
         sums = _Sums((known[0], known[1]), known[2])
         mean_key, mean_value = sums.means()
         # (batch, blocks, heads, 1, slots): the same for all queries of a block
-        assert self.prototypes is not None
-        log_mass = sums.members.log() + spread_mass(self.prototypes.spread.to(sums.members.dtype), CAUSAL_SPREAD)
+        log_mass = self._log_mass(sums.members).unsqueeze(3)
         key_dtype, value_dtype = chunk.key.dtype, chunk.value.dtype
-        return Slots(mean_key.to(key_dtype), mean_value.to(value_dtype), log_mass.unsqueeze(3).to(key_dtype)), state
+        return Slots(mean_key.to(key_dtype), mean_value.to(value_dtype), log_mass.to(key_dtype)), state

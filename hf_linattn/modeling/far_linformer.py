@@ -15,7 +15,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import with_neighbors
@@ -74,11 +73,10 @@ class _BlockSummaries:
 class CausalLinformerFarPart(FarKeys):
     """Linformer's far part in a decoder: a slot for each segment that ended.
 
-    The state is the summaries of keys and of values, (batch, heads, projection_length, dim) each, float32: of the open
-    segment what its tokens so far contribute, of later ones zeros.
+    Its state is the slots, keys and values (batch, heads, projection_length, dim): zeros for segments to come.
     """
 
-    # a slot holds its tokens from when they arrive, and is seen once its segment has ended
+    # a slot is there from when the last token of its segment arrives, and is seen once the segment is far
     absorbs = False
     least_block = 128
 
@@ -92,6 +90,7 @@ class CausalLinformerFarPart(FarKeys):
             num_heads=num_heads,
             head_dim=head_dim,
         )
+        self.num_slots = config.projection_length
         self.modules = {"projection": self.projection}
 
     @property
@@ -107,10 +106,20 @@ class CausalLinformerFarPart(FarKeys):
         return window + g - common + -first % common
 
     def near_length(self, window: int, first: int) -> int:
-        return self.reach(window, first) + max(window - 1, 0)
+        return self.reach(window, first) + max(window, 1)
 
     def near_start(self, rank: Tensor, window: int, first: int) -> Tensor:
         return first + self._ended(rank, window, first) * self.projection.segment_length
+
+    def leaving(self, window: int) -> int:
+        # whole segments
+        g = self.projection.segment_length
+        return g * -(-max(window, 1) // g)
+
+    def quiet_steps(self, seen: Tensor, window: int, first: int) -> Tensor:
+        # without a window at the end of a segment
+        unit = window or self.projection.segment_length
+        return unit - (seen if window else seen - first) % unit
 
     def _ended(self, rank: Tensor, window: int, first: int) -> Tensor:
         """V: how many segments ended before the window of a query of this rank."""
@@ -118,43 +127,48 @@ class CausalLinformerFarPart(FarKeys):
         return (start - first).clamp_min(0) // self.projection.segment_length
 
     def initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        dtype = torch.promote_types(key.dtype, torch.float32)
-        return tuple(x.new_zeros(*x.shape[:2], self.projection.slots, x.shape[-1], dtype=dtype) for x in (key, value))
+        return ()
 
-    def arrive(
-        self,
-        state: tuple[Tensor, ...],
-        key: Tensor,
-        value: Tensor,
-        seen: Tensor | None,
-        lengths: Tensor | None,
-        first: int,
+    def load(self, state: tuple[Tensor, ...], slots: Slots) -> tuple[Tensor, ...]:
+        return slots.key, slots.value
+
+    def save(self, state: tuple[Tensor, ...], count: Tensor) -> tuple[tuple[Tensor, ...], Slots]:
+        ended = (count // self.projection.segment_length)[:, None, None]
+        exists = torch.arange(self.num_slots, device=count.device) < ended
+        return (), Slots(state[0], state[1], self.projection.log_mass(state[0]).where(exists, NEVER))
+
+    def absorb(
+        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor | None, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
-        return tuple(
-            self._with_new(old, x.to(old.dtype), side, seen, lengths, first)
-            for old, x, side in zip(state, (key, value), ("key", "value"), strict=True)
-        )
+        """The tokens begin with a segment; what is left of the last one that is not whole is left out."""
+        g = self.projection.segment_length
+        segments = min(key.shape[2] // g, self.num_slots)
+        # (rows, segments), distinct numbers even where there are none any more
+        slot = before[:, None] // g + torch.arange(segments, device=before.device)
+        whole = slot < self.num_slots
+        if valid is not None:
+            whole = whole & valid[:, g - 1 : segments * g : g]
+        slot, whole = slot % self.num_slots, whole[:, None, :, None]
 
-    def _with_new(
-        self, old: Tensor, x: Tensor, side: str, seen: Tensor | None, lengths: Tensor | None, first: int
-    ) -> Tensor:
-        if seen is None:
-            summaries = self.projection.summarize(x, side, lengths, first)
-            return F.pad(summaries, (0, 0, 0, self.projection.slots - summaries.shape[2]))
-        position = torch.arange(x.shape[2], device=x.device)
-        valid = (position < (x.shape[2] if lengths is None else lengths[:, None])).expand(x.shape[0], -1)
-        return self.projection.add(old, x, side, seen[:, None] + position - first, valid)
+        def with_new(slots: Tensor, x: Tensor, side: str) -> Tensor:
+            # sums of half-precision keys could overflow
+            x = x[:, :, : segments * g].to(torch.promote_types(x.dtype, torch.float32))
+            # split into segments
+            new = self.projection.summarize(x.unflatten(2, (segments, g)), side, slot).to(slots.dtype)
+            index = slot[:, None, :, None].expand(new.shape)
+            return slots.scatter(2, index, torch.where(whole, new, slots.gather(2, index)))
+
+        return with_new(state[0], key, "key"), with_new(state[1], value, "value")
 
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
-        window, first, dtype = chunk.settings.window_size, chunk.settings.global_tokens, chunk.query.dtype
-        slots = self.projection.slots
+        window, first = chunk.settings.window_size, chunk.settings.global_tokens
+        slots = self.num_slots
         if chunk.end is not None:
             # no more segments than these have ended
             slots = min(slots, max(chunk.end - first, 0) // self.projection.segment_length)
         ended = self._ended(chunk.ranks, window, first).unsqueeze(-1)
         exists = torch.arange(slots, device=ended.device) < ended
         # (1 or heads, 1, slots), and where a segment has ended: (rows, blocks, 1 or heads, block, slots)
-        log_mass = self.projection.log_mass(state[0])[:, None, :slots].to(dtype)
+        log_mass = self.projection.log_mass(state[0])[:, None, :slots]
         log_mass = log_mass.where(exists.unsqueeze(2), NEVER)
-        summary_key, summary_value = (x[:, None, :, :slots].to(dtype) for x in state)
-        return Slots(summary_key, summary_value, log_mass), state
+        return Slots(state[0][:, None, :, :slots], state[1][:, None, :, :slots], log_mass), state

@@ -114,6 +114,8 @@ class FarPart:
     absorbs: ClassVar[bool] = True
     #: least number of queries of a decoder that share one list of keys, or one read of the sums
     least_block: ClassVar[int] = 1
+    #: how many keys a decoder's far part has at most
+    num_slots: int = 0
 
     def reset_parameters(self) -> None:
         """Fill whatever was not loaded from a checkpoint."""
@@ -131,7 +133,7 @@ class FarPart:
         return window
 
     def near_length(self, window: int, first: int) -> int:
-        """How many of the last tokens a state keeps."""
+        """How many of the last tokens may be near the last one, itself included."""
         return 2 * window
 
     def block_size(self, window: int) -> int:
@@ -142,15 +144,40 @@ class FarPart:
         """Rank of the first near key of queries of these ranks: that of the block before the query's."""
         return (rank // window - 1) * window if window else rank + 1
 
+    def leaving(self, window: int) -> int:
+        """How many tokens become far at once, step by step; 0: a token is far at once."""
+        return self.unit(window)
+
+    def quiet_steps(self, seen: Tensor, window: int, first: int) -> Tensor:
+        """In how many more steps, once so many tokens came, tokens become far: at the end of a block."""
+        unit = self.unit(window)
+        return unit - seen % unit
+
     def initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The far part's state before the first token, for keys and values like these (batch, heads, ..., dim)."""
         raise NotImplementedError
 
     def absorb(
-        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, scale: float
+        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor | None, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
-        """The state after keys and values (batch, heads, tokens, dim) became far, where `valid` (rows, tokens)."""
+        """The state after keys and values (batch, heads, tokens, dim) became far. May be written over.
+
+        valid: (rows, tokens) bool, which of these tokens there are; None for all.
+        before: (rows,) how many far tokens came before.
+        """
+        raise NotImplementedError
+
+    def load(self, state: tuple[Tensor, ...], slots: Slots) -> tuple[Tensor, ...]:
+        """What `chunk` and `absorb` take, of the far part's state as a `State` has it, and the slots beside it."""
         return state
+
+    def save(self, state: tuple[Tensor, ...], count: Tensor) -> tuple[tuple[Tensor, ...], Slots | None]:
+        """The inverse: what a `State` has, and the slots that the next token sees, `count` (rows,) tokens being far.
+
+        Returns:
+            the state; key and value (batch, heads, num_slots, dim) and log_mass (rows, heads or 1, num_slots), or None.
+        """
+        return state, None
 
 
 class FarKeys(FarPart):
@@ -169,21 +196,6 @@ class FarKeys(FarPart):
         slots, heads, dim); log_mass: (batch, blocks, heads or 1, slots).
         """
         raise NotImplementedError
-
-    def arrive(
-        self,
-        state: tuple[Tensor, ...],
-        key: Tensor,
-        value: Tensor,
-        seen: Tensor | None,
-        lengths: Tensor | None,
-        first: int,
-    ) -> tuple[Tensor, ...]:
-        """Decoders: the state once new tokens have come, before any of them is far.
-
-        seen: (batch,) how many tokens came before; None for none.
-        """
-        return state
 
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
         """Decoders: the slots that blocks of queries see, and the state after them.

@@ -25,6 +25,8 @@ from .feature_maps import FEATURE_MAPS, FeatureMap, Features
 from .feature_sums import (
     SumsByBlock,
     add,
+    add_keys,
+    add_product,
     bounded_features,
     expand,
     expand_to_one,
@@ -109,11 +111,13 @@ class PerformerFarPart(FarSums):
         return sums, key.new_full((batch, heads, 1, features.log2_phi.shape[-1]), NEVER, dtype=dtype)
 
     def absorb(
-        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, scale: float
+        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor | None, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
         sums, shift = state
         features = bounded_features(self.feature_map, key.to(sums.dtype), "key", scale=scale)
-        return add(sums, shift, *sum_up(features, with_one(value.to(sums.dtype)), valid[:, None, :, None]))
+        valid = None if valid is None else valid[:, None, :, None]
+        add_keys(sums, shift, features, with_one(value.to(sums.dtype)), valid)
+        return state
 
     def read(self, query: Tensor, state: tuple[Tensor, ...], scale: float, alone: bool) -> Partial:
         features = bounded_features(self.feature_map, query, "query", scale=scale, alone=alone)
@@ -284,18 +288,11 @@ def _read_chunks(
     else:
         # the same in place
         estimate = estimate if window or signed else estimate.clamp_min_(_LEAST_ESTIMATE)
-        total = _add_product(total.mul_(earlier), estimate.mul_(scale), value_and_one)
+        total = add_product(total.mul_(earlier), estimate.mul_(scale), value_and_one)
     if signed and key.factor is not None:
         largest = (key.factor[..., -1:].transpose(-1, -2) * scale).sum(-1, keepdim=True)
         total = floor_mass(total, earlier * before[..., -1:, -1:] + largest)
     return Partial(from_blocks(read_shift + level, length), from_blocks(total, length)), sums, shift
-
-
-def _add_product(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """total + x @ y, written over `total`, which is one piece of memory."""
-    # all leading dimensions as one batch
-    total.flatten(0, -3).baddbmm_(x.flatten(0, -3), y.flatten(0, -3))
-    return total
 
 
 def _running_level(key_shift: Tensor, window: int) -> Tensor:

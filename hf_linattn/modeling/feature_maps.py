@@ -69,8 +69,7 @@ def _log2_positive(
 
     Without half_square, (sqrt(scale) w.x + offset) * log2(e).
     """
-    # what is small is scaled, and not the product
-    log2_phi = x @ (directions * (scale**0.5 * LOG2_E)).transpose(-1, -2)
+    log2_phi = _products(x, directions, scale**0.5 * LOG2_E)
     if offset is not None:
         offset = offset * LOG2_E
         log2_phi = log2_phi + offset if torch.is_grad_enabled() else log2_phi.add_(offset)
@@ -79,6 +78,15 @@ def _log2_positive(
         common = (half_square + math.log(directions.shape[-2]) / 2) * LOG2_E
         log2_phi = log2_phi - common if torch.is_grad_enabled() else log2_phi.sub_(common)
     return log2_phi
+
+
+def _products(x: Tensor, directions: Tensor, scale: float) -> Tensor:
+    """Products of x (batch, heads, length, dim) and the directions (heads or batch, heads, m, dim), times the scale."""
+    # what is small is scaled, and not the product
+    if x.shape[-2] > 1 or directions.ndim > 3:
+        return x @ (directions * scale).mT
+    # one token per row: one product for all rows, which would else have directions of their own, copied for each
+    return ((x * scale).transpose(0, 2) @ directions.mT).transpose(0, 2)
 
 
 def _square(x: Tensor) -> Tensor:
@@ -105,7 +113,7 @@ def trigonometric_features(x: Tensor, directions: Tensor, scale: float = 1.0, re
 
     relative: leave out the exponential.
     """
-    angle = x @ (directions * scale**0.5).transpose(-1, -2)
+    angle = _products(x, directions, scale**0.5)
     log2_phi = (
         torch.zeros_like(x[..., :1])
         if relative
@@ -116,7 +124,7 @@ def trigonometric_features(x: Tensor, directions: Tensor, scale: float = 1.0, re
 
 def relu_features(x: Tensor, directions: Tensor, scale: float = 1.0, relative: bool = False) -> Features:
     """(relu(w.x) + 0.001) / sqrt(m): generalized attention, not an estimate of exp(q.k) (section 2.2)."""
-    factor = (F.relu(x @ (directions * scale**0.5).transpose(-1, -2)) + _RELU_EPSILON) / math.sqrt(directions.shape[-2])
+    factor = (F.relu(_products(x, directions, scale**0.5)) + _RELU_EPSILON) / math.sqrt(directions.shape[-2])
     return Features(torch.zeros_like(x[..., :1]), factor)
 
 

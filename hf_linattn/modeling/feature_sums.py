@@ -91,6 +91,25 @@ def add(sums: Tensor, shift: Tensor, more: Tensor, more_shift: Tensor) -> tuple[
     return rescale(sums, shift, new_shift) + rescale(more, more_shift, new_shift), new_shift
 
 
+def add_keys(sums: Tensor, shift: Tensor, features: Features, value_and_one: Tensor, valid: Tensor | None) -> None:
+    """Add keys to sums on a scale, in place: arguments as in `sum_up`, and what that returned."""
+    log2_phi = features.log2_phi if valid is None else masked(features.log2_phi, ~valid)
+    new_shift = torch.maximum(shift, log2_phi.detach().amax(-2, keepdim=True))
+    scale = finite(new_shift)
+    sums.mul_((shift - scale).exp2().transpose(-1, -2))
+    phi = shifted_exp2(log2_phi, scale)
+    phi = phi if features.factor is None else phi * features.factor
+    add_product(sums, phi.transpose(-1, -2), value_and_one)
+    shift.copy_(new_shift)
+
+
+def add_product(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """total + x @ y, written over `total`, which is one piece of memory."""
+    # all leading dimensions as one batch
+    total.view(-1, *total.shape[-2:]).baddbmm_(x.flatten(0, -3), y.flatten(0, -3))
+    return total
+
+
 class SumsByBlock:
     """S and z of all keys that are far from a block of queries, a chunk of blocks at a time.
 

@@ -65,16 +65,19 @@ class Segments(NamedTuple):
         counts = valid.new_zeros(valid.shape[0], blocks * self.slots)
         return counts.scatter_add(1, block * self.slots + self.slot, valid).unflatten(1, (blocks, self.slots))
 
-    def means(self) -> Tensor:
-        """(batch, slots, length) float: each slot's row averages its members."""
-        batch, length = self.slot.shape
-        return self.add_means(torch.zeros(batch, 1, self.slots, length, device=self.slot.device)).squeeze(1)
+    @property
+    def share(self) -> Tensor:
+        """(batch, length) float, each token's weight in the mean of its slot."""
+        return self.valid / self.counts.gather(1, self.slot).clamp_min(1)
+
+    def means(self, x: Tensor) -> Tensor:
+        """Mean of the members of each slot, x (batch, length, channels): (batch, slots, channels)."""
+        return add_rows(x * self.share.unsqueeze(-1), self.slot, self.slots)
 
     def add_means(self, matrix: Tensor) -> Tensor:
-        """`means` added, in place, to (batch, heads or 1, slots, length)."""
-        share = self.valid / self.counts.gather(1, self.slot).clamp_min(1)
+        """The matrix that takes the means added, in place, to (batch, heads or 1, slots, length)."""
         # one entry in each column, the same for all heads: (batch, heads or 1, 1, length)
-        slot, share = (x[:, None, None].expand(-1, matrix.shape[1], -1, -1) for x in (self.slot, share))
+        slot, share = (x[:, None, None].expand(-1, matrix.shape[1], -1, -1) for x in (self.slot, self.share))
         return matrix.scatter_add_(2, slot, share)
 
 
@@ -162,15 +165,18 @@ class Projection(nn.Module):
         if self.projection == "conv":
             x = x * self.kernel(side, segments).to(x.dtype)
         matrix = self.matrix(side, segments)
-        if self.projection != "gaussian":
-            matrix = segments.means().unsqueeze(1) if matrix is None else segments.add_means(matrix)
-        assert matrix is not None
-        matrix = matrix.to(x.dtype)
-        if matrix.shape[1] != 1:
-            return matrix @ x
-        # one matrix for all heads, whose columns stand side by side: (batch, slots, heads * dim)
-        summaries = matrix.squeeze(1) @ x.transpose(1, 2).flatten(2)
-        return summaries.unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
+        if matrix is not None and self.projection == "learned":
+            matrix = segments.add_means(matrix)
+        if matrix is not None and matrix.shape[1] != 1:
+            return matrix.to(x.dtype) @ x
+        # all heads side by side: (batch, length, heads * dim) -> (batch, slots, heads * dim)
+        tokens = x.transpose(1, 2).flatten(2)
+        summaries = (
+            segments.means(tokens.to(torch.promote_types(x.dtype, torch.float32)))
+            if matrix is None
+            else matrix.squeeze(1).to(x.dtype) @ tokens
+        )
+        return summaries.to(x.dtype).unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
 
     def matrix(self, side: str, segments: Segments) -> Tensor | None:
         """What is added to the segment means, or stands in their place: (batch, heads or 1, slots, length)."""
@@ -263,24 +269,18 @@ class FarMeans:
     def __init__(self, x: Tensor, segments: Segments, far_counts: Tensor, window: int) -> None:
         slot, length, blocks = segments.slot, x.shape[1], far_counts.shape[1]
         # averages first: sums of many half-precision keys would overflow
-        self.whole = segments.means() @ x.flatten(2).float()
-        self.heads = x.shape[2:]
+        weighted = x.flatten(2).float() * segments.share.unsqueeze(-1)
+        self.whole, self.heads = add_rows(weighted, slot, segments.slots), x.shape[2:]
         # the slots in which block j begins, and in which the block before it ends; at 0 and at the end, those of
         # the first and the last token
         edge = torch.arange(blocks + 1, device=x.device) * window
         begins, ends = slot[:, edge.clamp_max(length - 1)], slot[:, (edge - 1).clamp(0, length - 1)]
         # per block, sums over the tokens that share a segment with the next one, or with the one before
-        in_blocks, valid = (
-            between(part, 0, blocks * window, dim=1).unflatten(1, (-1, window)) for part in (slot, segments.valid)
+        block = torch.arange(length, device=x.device) // window
+        left, right = (
+            add_rows(weighted, block.where(slot == shared[:, block], blocks), blocks + 1)[:, :-1]
+            for shared in (begins[:, 1:], ends[:, :-1])
         )
-        shared = (
-            torch.stack((in_blocks == begins[:, 1:, None], in_blocks == ends[:, :-1, None]), dim=2) & valid[:, :, None]
-        )
-        tokens = between(x, 0, blocks * window, dim=1).flatten(2).unflatten(1, (-1, window)).float()
-        # the average over the segment's c tokens too: as above
-        counts = segments.counts
-        scale = torch.stack((counts.gather(1, begins[:, 1:]), counts.gather(1, ends[:, :-1])), dim=2).clamp_min(1)
-        left, right = ((shared / scale.unsqueeze(-1)) @ tokens).unbind(2)
         # for block j: of the segment of token (j - 1) w what is before it, of that of token (j + 2) w - 1 what is after
         left = nn.functional.pad(_sums_of_groups(left, begins[:, 1:]), (0, 0, 2, 0))[:, :blocks]
         right = _sums_of_groups(right.flip(1), ends[:, :-1].flip(1)).flip(1)
@@ -290,7 +290,7 @@ class FarMeans:
         same = (first == last).unsqueeze(-1)
         # (batch, blocks, 2): which slots, and (batch, blocks, 2, heads * dim): their means
         slots, parts = torch.stack((first, last), dim=2), torch.stack((left + right * same, right + left * same), dim=2)
-        total = counts.gather(1, slots.flatten(1)).unflatten(1, (-1, 2))
+        total = segments.counts.gather(1, slots.flatten(1)).unflatten(1, (-1, 2))
         self.parts = parts * (total / far_counts.gather(2, slots).clamp_min(1)).unsqueeze(-1)
         # a slot is written once, or gradients would count twice: a second time goes to one more, which is cut off
         self.slots = torch.stack((first, last.masked_fill(first == last, segments.slots)), dim=2)
@@ -301,6 +301,13 @@ class FarMeans:
         slots, parts = self.slots[:, begin:end, :, None], self.parts[:, begin:end]
         whole = self.whole.unsqueeze(1).expand(-1, end - begin, -1, -1)
         return whole.scatter(2, slots.expand(parts.shape), parts)[:, :, :-1].unflatten(3, self.heads)
+
+
+def add_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Sums of the tokens of x (batch, length, channels) with each index (batch or 1, length): (batch, rows, channels)."""
+    batch = x.shape[0]
+    index = (torch.arange(batch, device=x.device)[:, None] * rows + index).flatten()
+    return x.new_zeros(batch * rows, x.shape[2]).index_add(0, index, x.flatten(0, 1)).unflatten(0, (batch, rows))
 
 
 def _sums_of_groups(x: Tensor, group: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def filled(rows: int = 3) -> LinAttnCacheLayer:
     layer.update(torch.zeros(rows, 2, 7, 4), torch.zeros(rows, 2, 7, 4))
     nothing = torch.zeros(rows, 2, 0, 4)
     sums = torch.arange(rows * 6.0).view(rows, 2, 3)
-    layer.state = State(torch.arange(rows), nothing, nothing, nothing, nothing, (sums,))
+    layer.state = State(0, 0, torch.arange(rows), nothing, nothing, nothing[..., 0], (sums,))
     return layer
 
 

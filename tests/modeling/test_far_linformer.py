@@ -256,12 +256,11 @@ def test_segments_of_one_token_are_softmax() -> None:
 def test_a_state_keeps_the_most_keys_that_are_near(slots: int, window_size: int, global_tokens: int) -> None:
     far = decoder(slots=slots).far_part
     rank = torch.arange(2000)
-    # the query's own key is a new one
-    near = rank - far.near_start(rank, window_size, global_tokens)
+    near = 1 + rank - far.near_start(rank, window_size, global_tokens)
     most = int(near.max())
     # with a window, as many before the block of any query
     assert far.near_length(window_size, global_tokens) == most
-    assert far.reach(window_size, global_tokens) == most - max(window_size - 1, 0)
+    assert far.reach(window_size, global_tokens) == most - max(window_size, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -164,7 +164,7 @@ def test_half_precision_generates(config: AttentionConfig, dtype: torch.dtype) -
         if isinstance(layer, LinAttnCacheLayer):
             assert not any(tensor.isnan().any() or tensor.isposinf().any() for tensor in layer.state.tensors())
             # sums of many terms are kept in float32, keys as they are
-            assert layer.state.near_key.dtype == dtype
+            assert layer.state.key.dtype == dtype
 
 
 @pytest.mark.parametrize(("near", "far"), [(True, False), (False, True)])

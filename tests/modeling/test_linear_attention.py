@@ -1,5 +1,6 @@
 """A layer's linear attention: of every method, the form with a state and the parallel form of a decoder are one."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from hf_linattn import AttentionConfig, LinformerConfig
 from hf_linattn.modeling import blocks
+from hf_linattn.modeling.decoder_attention import attend_causally
 from hf_linattn.modeling.far_linformer import CausalLinformerFarPart
 from hf_linattn.modeling.far_part import FarSums
 from hf_linattn.modeling.far_performer import PerformerFarPart
 from hf_linattn.modeling.linear_attention import LinearAttention
+from hf_linattn.modeling.state import State
 
 from ..helpers import (
     CAUSAL_FEW,
@@ -107,6 +110,16 @@ def test_the_scale_is_that_of_products_of_queries_and_keys(config: AttentionConf
     torch.testing.assert_close(out, expected)
 
 
+def visible(state: State) -> list[torch.Tensor]:
+    """The tensors of a state, with zeros in columns that the next token does not see."""
+    seen = (state.log_mass > state.absent)[:, :, 0, :, None]
+    return [
+        state.key * seen,
+        state.value * seen,
+        *(x for x in state.tensors() if x is not state.key and x is not state.value),
+    ]
+
+
 @pytest.mark.usefixtures("small_chunks")
 @ALL_LAYERS
 def test_steps_and_chunks_equal_parallel(config: AttentionConfig) -> None:
@@ -116,12 +129,12 @@ def test_steps_and_chunks_equal_parallel(config: AttentionConfig) -> None:
         out = layer(*inputs)
         whole, whole_state = in_chunks(layer, inputs, [LENGTH])
         torch.testing.assert_close(whole, out, rtol=0, atol=0)
-        for sizes in ([1] * LENGTH, [7, 1, 50, 2, 40], [3, 5, 1, 1, 90]):
+        for sizes in ([1] * LENGTH, [7, 1, 50, 2, 40], [3, 5, 1, 1, 90], [30, 1, 1, 7, *[1] * 61]):
             other, state = in_chunks(layer, inputs, sizes)
             # trigonometric outputs may be far larger than the values
             torch.testing.assert_close(other, out, rtol=1e-5 if sums else 0, atol=1e-5)
             rtol, atol = (1e-4, 1e-3) if sums else (0, 1e-5)
-            for index, (ours, theirs) in enumerate(zip(state.tensors(), whole_state.tensors(), strict=True)):
+            for index, (ours, theirs) in enumerate(zip(visible(state), visible(whole_state), strict=True)):
                 torch.testing.assert_close(
                     ours, theirs, rtol=rtol, atol=atol, msg=lambda m, index=index: f"tensor {index}: {m}"
                 )
@@ -214,6 +227,54 @@ def test_the_state_has_constant_size_and_rows_can_be_chosen(config: AttentionCon
     expected, _ = from_state(layer, token, long_state)
     out, _ = from_state(layer, (x[rows] for x in token), long_state.map(lambda x: x.index_select(0, rows)))
     torch.testing.assert_close(out, expected[rows])
+
+
+@pytest.mark.usefixtures("small_chunks")
+@ALL_DEFAULTS
+def test_gradients_go_through_steps(config: AttentionConfig) -> None:
+    """Steps write into the state, but never into what the gradient needs, be it off in these steps or not."""
+    layer, weight = trained(decoder(config)), qkv(LENGTH, dim=HEAD_DIM, seed=3)[0]
+    results: list[list[torch.Tensor]] = []
+    for sizes in ([LENGTH], [30, *[1] * (LENGTH - 30)]):
+        inputs, state, outputs, begin = [x.requires_grad_() for x in inputs_of(config)], None, [], 0
+        for size in sizes:
+            new = (x[:, :, begin : begin + size] for x in inputs)
+            out, state = attend_causally(*new, layer.far_part, state, None, layer.settings())
+            outputs.append(out)
+            begin += size
+            if begin == 30:
+                # on the side, from a state that the graph needs
+                with torch.no_grad():
+                    side = copy.copy(state)
+                    for _ in range(20):
+                        _, side = attend_causally(
+                            *(x[:, :, :1] for x in inputs), layer.far_part, side, None, layer.settings()
+                        )
+        loss = (torch.cat(outputs, dim=2) * weight).sum()
+        results.append(torch.autograd.grad(loss, [*inputs, *layer.parameters()], allow_unused=True))
+    for found, expected in zip(*results, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@ALL_DEFAULTS
+def test_a_row_without_a_token_stays_as_it_is(config: AttentionConfig) -> None:
+    """Step by step, while another row goes on."""
+    inputs, layer = inputs_of(config), decoder(config)
+    with torch.no_grad():
+        expected = layer(*inputs)
+        state, taken = None, 0
+        for index in range(LENGTH):
+            # the second row has no token in two of three steps
+            new = int(index % 3 == 0)
+            token = [torch.cat((x[:1, :, index, None], x[1:, :, taken, None])) for x in inputs]
+            state = initial_state(layer, *token[1:]) if state is None else state
+            out, state = from_state(layer, token, state, torch.tensor([1, new]))
+            torch.testing.assert_close(out[0, :, 0], expected[0, :, index], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(out[1, :, 0], expected[1, :, taken] * new, rtol=1e-5, atol=1e-5)
+            taken += new
 
 
 @pytest.mark.usefixtures("small_chunks")
