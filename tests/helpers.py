@@ -120,6 +120,7 @@ CAUSAL: list[AttentionConfig] = [
         for window, first in _NEAR
     ),
     *(dataclasses.replace(config, window_size=4) for config in SHARED if can_be_causal(config)),
+    LinformerConfig(projection_length=8, window_size=4, global_tokens=1, selected_tokens=7),
 ]
 CAUSAL = [config for index, config in enumerate(CAUSAL) if config not in CAUSAL[:index]]
 #: one config each of what a decoder has its own code for, for tests that go over much else

@@ -184,8 +184,9 @@ class LinformerConfig(AttentionConfig):
     selected_tokens: int = field(
         default=0,
         metadata={
-            "help": "Far tokens that each block of queries attends to exactly, beside the summaries: those of the "
-            "clusters that matter most to it. With projection='cluster' and a window. Encoders only."
+            "help": "Far tokens that each block of queries, in a decoder each query, attends to exactly, beside the "
+            "summaries: those of the clusters that matter most to it. With projection='cluster' and a window. A "
+            "decoder then keeps the keys and values of all tokens."
         },
     )
     sharing: str = field(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import after_end
-from .far_part import FarPart, FarSums, Settings
+from .far_part import FarKeys, FarPart, FarSums, Settings
 from .merge import merge
 from .state import State
 
@@ -34,24 +34,29 @@ def step(
         valid = None if not first and new is None else (state.seen >= first) & (True if new is None else new)
         far.absorb(state.far, key, value, None if valid is None else valid[:, None], state.seen, settings.scale)
     state.write(key, value, new)
-    out = _with_sums(query, far, state, settings) if isinstance(far, FarSums) else _with_keys(query, state, settings)
+    out = (
+        _with_sums(query, far, state, settings) if isinstance(far, FarSums) else _with_keys(query, far, state, settings)
+    )
     state.seen += 1 if lengths is None else lengths
     if not at_once:
         state = _absorb(far, state, new, settings)
     return after_end(out, lengths), state
 
 
-def _with_keys(query: Tensor, state: State, settings: Settings) -> Tensor:
+def _with_keys(query: Tensor, far: FarPart, state: State, settings: Settings) -> Tensor:
     """The exact columns and the far part's slots in one softmax; zeros for queries that see none."""
-    columns = slice(None if settings.far else state.exact)
-    mask, nothing = state.log_mass[..., columns], None
+    reads = settings.far and isinstance(far, FarKeys) and far.reads_tokens
+    columns = slice(None if settings.far and not reads else state.exact)
+    key, value, mask, nothing = state.key[:, :, columns], state.value[:, :, columns], state.log_mass[..., columns], None
+    if reads:
+        seen = far.read_tokens(query, state.far, state.slots, settings.scale)  # type: ignore[attr-defined]
+        key, value = torch.cat((key, seen.key), dim=2), torch.cat((value, seen.value), dim=2)
+        mask = torch.cat((mask, seen.log_mass.clamp_min(state.absent).unsqueeze(2)), dim=3)
     if not settings.near:
         mask = mask.clone()
         mask[..., : state.exact] = state.absent
         nothing = (mask == state.absent).all(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(
-        query, state.key[:, :, columns], state.value[:, :, columns], attn_mask=mask, scale=settings.scale
-    )
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=settings.scale)
     return out if nothing is None else out.masked_fill(nothing, 0.0)
 
 

@@ -331,10 +331,6 @@ class CausalClusterFarPart(_ClusterFarPart):
     """
 
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
-        if config.selected_tokens:
-            raise ValueError(
-                f"selected_tokens={config.selected_tokens} must be 0 in a decoder: its state does not keep the tokens."
-            )
         super().__init__(config, num_heads=num_heads, head_dim=head_dim, seed=seed, prototypes=True)
 
     def unit(self, window: int) -> int:
@@ -362,8 +358,8 @@ class CausalClusterFarPart(_ClusterFarPart):
     def absorb(
         self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor | None, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
-        new = self._by_block(key, value, valid, key.shape[2])
-        return tuple(old + x.squeeze(1) for old, x in zip(state, (*new.totals, new.members), strict=True))
+        new = self._by_block(self._slots(key, valid), key, value, key.shape[2])
+        return tuple(old + x.squeeze(1) for old, x in zip(state, new, strict=True))
 
     def save(self, state: tuple[Tensor, ...], count: Tensor) -> tuple[tuple[Tensor, ...], Slots]:
         sums = _Sums((state[0], state[1]), state[2])
@@ -374,25 +370,30 @@ class CausalClusterFarPart(_ClusterFarPart):
         assert self.prototypes is not None
         return members.log() + spread_mass(self.prototypes.spread.to(members.dtype), CAUSAL_SPREAD)
 
-    def _by_block(self, key: Tensor, value: Tensor, valid: Tensor | None, block: int) -> _Sums:
+    def _slots(self, key: Tensor, valid: Tensor | None) -> Tensor:
+        """(batch, heads, tokens) long: the slot of each key (batch, heads, tokens, dim), `num_slots` if not `valid`."""
         assert self.prototypes is not None
         slot = nearest(key.detach(), self.prototypes.centers)
-        if valid is not None:
-            slot = slot.masked_fill(~valid[:, None], self.num_slots)
-        return _sums(slot.transpose(1, 2), (key.transpose(1, 2), value.transpose(1, 2)), self.num_slots, block)
+        return slot if valid is None else slot.masked_fill(~valid[:, None], self.num_slots)
+
+    def _by_block(self, slot: Tensor, key: Tensor, value: Tensor, block: int) -> tuple[Tensor, ...]:
+        """What each block of tokens adds to the state, (batch, blocks, ...)."""
+        sums = _sums(slot.transpose(1, 2), (key.transpose(1, 2), value.transpose(1, 2)), self.num_slots, block)
+        return *sums.totals, sums.members
 
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
-        # before each block of queries, and after the last
-        blocks = self._by_block(chunk.key, chunk.value, chunk.becomes_far, chunk.ranks.shape[2])
-        known = [
-            running_sums(x, list(y.unbind(1)), dim=1)
-            for x, y in zip(state, (*blocks.totals, blocks.members), strict=True)
-        ]
-        state = tuple(x[:, -1].clone() for x in known)
-        known = [x[:, :-1] for x in known]
+        slots, state, _ = self._known(state, chunk)
+        return slots, state
+
+    def _known(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The slots that blocks of queries see, the state after them, and before each block (batch, blocks, ...)."""
+        slot = self._slots(chunk.key, chunk.becomes_far)
+        blocks = self._by_block(slot, chunk.key, chunk.value, chunk.ranks.shape[2])
+        sums_by_block = [running_sums(x, list(y.unbind(1)), dim=1) for x, y in zip(state, blocks, strict=True)]
+        known, state = tuple(x[:, :-1] for x in sums_by_block), tuple(x[:, -1].clone() for x in sums_by_block)
         sums = _Sums((known[0], known[1]), known[2])
         mean_key, mean_value = sums.means()
         # (batch, blocks, heads, 1, slots): the same for all queries of a block
         log_mass = self._log_mass(sums.members).unsqueeze(3)
         key_dtype, value_dtype = chunk.key.dtype, chunk.value.dtype
-        return Slots(mean_key.to(key_dtype), mean_value.to(value_dtype), log_mass.to(key_dtype)), state
+        return Slots(mean_key.to(key_dtype), mean_value.to(value_dtype), log_mass.to(key_dtype)), state, known

@@ -183,6 +183,9 @@ class FarPart:
 class FarKeys(FarPart):
     """A far part that answers with keys."""
 
+    #: whether a decoder's state keeps the far tokens, of which a query reads some: `read_tokens`
+    reads_tokens: ClassVar[bool] = False
+
     def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Slots:
         """Encoders without a window: what stands for all far tokens of (batch, heads, length, dim)."""
         raise NotImplementedError
@@ -203,6 +206,10 @@ class FarKeys(FarPart):
         Returns:
             key, value (batch, blocks or 1, heads, slots, dim); log_mass (rows, blocks, heads or 1, block or 1, slots).
         """
+        raise NotImplementedError
+
+    def read_tokens(self, query: Tensor, state: tuple[Tensor, ...], slots: Slots, scale: float) -> Slots:
+        """Decoders: what one query (batch, heads, 1, dim) sees in place of the slots (batch, heads, slots, dim)."""
         raise NotImplementedError
 
 

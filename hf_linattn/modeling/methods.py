@@ -6,6 +6,7 @@ from typing import Any
 
 from .configuration_linattn import AttentionConfig, LinformerConfig, PerformerConfig
 from .far_clusters import CausalClusterFarPart, ClusterFarPart
+from .far_kept_clusters import CausalKeptClusterFarPart
 from .far_linformer import CausalLinformerFarPart, LinformerFarPart
 from .far_part import FarPart
 from .far_performer import CausalPerformerFarPart, PerformerFarPart
@@ -35,7 +36,9 @@ def _linformer_encoder(config: Any, **shape: int) -> FarPart:
 
 
 def _linformer_decoder(config: Any, **shape: int) -> FarPart:
-    return (CausalClusterFarPart if config.projection == "cluster" else CausalLinformerFarPart)(config, **shape)
+    if config.projection != "cluster":
+        return CausalLinformerFarPart(config, **shape)
+    return (CausalKeptClusterFarPart if config.selected_tokens else CausalClusterFarPart)(config, **shape)
 
 
 #: name in `AttentionConfig.method` -> Method

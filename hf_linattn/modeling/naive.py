@@ -190,21 +190,24 @@ def cluster_attention(
     query = query * scale
     near_logits = (query @ key.transpose(-1, -2)).masked_fill(~is_near[:, None] | (not near), float("-inf"))
     far_logits = torch.einsum("bhid,bhisd->bhis", query, weights @ key[:, :, None]) + log_mass
-    if isinstance(far_part, ClusterFarPart) and far_part.selected_tokens and far_part.switches["selected"]:
+    if getattr(far_part, "selected_tokens", 0) and far_part.switches["selected"]:  # type: ignore[union-attr]
+        share = far_logits.detach().softmax(-1).nan_to_num()
+        if causal:
+            sizes, block = count, 1
+            # of each query's far members, in the space of keys
+            offset = (weights @ key[:, :, None].square() - (weights @ key[:, :, None]).square()).sum(-1).detach()
+            gain = share * offset.clamp_min(0)
+        else:
+            sizes, block = one_hot.sum(2)[:, :, None].expand_as(count), min(window_size, length)
+            valid_query = (position < valid_lengths[:, None])[:, None, :, None]
+            gain = (share * variance[:, :, None]) * valid_query
+        taken = _taken(gain / sizes.clamp_min(1) * (count > 0), sizes, block, far_part.selected_tokens)  # type: ignore[union-attr]
         # members of the taken slots, (batch, heads, query, key), are near instead
-        taken = _taken(
-            far_logits,
-            members,
-            one_hot.sum(2),
-            variance,
-            valid_lengths,
-            min(window_size, length),
-            far_part.selected_tokens,
-        )
         near_logits = (query @ key.transpose(-1, -2)).where(
             (members * taken[..., None]).sum(3).bool() & torch.tensor(far), near_logits
         )
-        far_logits = far_logits.masked_fill(taken | torch.tensor(not far_part.switches["summary"]), float("-inf"))
+        without = torch.tensor(not far_part.switches["summary"])  # type: ignore[union-attr]
+        far_logits = far_logits.masked_fill(taken | without, float("-inf"))
     far_logits = far_logits.masked_fill(torch.tensor(not far), float("-inf"))
     probabilities = torch.cat((near_logits, far_logits), dim=-1).softmax(-1)
     # a query that sees no key at all gets zeros
@@ -214,35 +217,23 @@ def cluster_attention(
     return after_end(out, lengths) if causal else out
 
 
-def _taken(
-    far_logits: Tensor,
-    members: Tensor,
-    sizes: Tensor,
-    variance: Tensor,
-    valid_lengths: Tensor,
-    window: int,
-    count: int,
-) -> Tensor:
+def _taken(gain: Tensor, sizes: Tensor, block: int, count: int) -> Tensor:
     """Which slots' tokens queries see in place of the slots, (batch, heads, query, slots) bool, block by block.
 
-    far_logits: (batch, heads, query, slots); members: (batch, heads, query, slot, key); sizes and variance of all
-    members of a slot: (batch, heads, slots).
+    gain: (batch, heads, query, slots), which is added up over the queries of a block; sizes: of all members of a slot,
+    the same shape.
     """
-    taken = torch.zeros_like(far_logits, dtype=torch.bool)
-    share = far_logits.detach().softmax(-1).nan_to_num()
-    for row, head in itertools.product(range(len(share)), range(share.shape[1])):
-        valid = int(valid_lengths.expand(len(share))[row])
-        for begin in range(0, share.shape[2], window):
-            block = slice(begin, begin + window)
-            size, exists = sizes[row, head], members[row, head, begin].sum(-1) > 0
-            gain = share[row, head, begin : max(min(begin + window, valid), begin)].sum(0) * variance[row, head]
-            gain = gain / size.clamp_min(1) * (exists & (size <= count))
-            room = count
-            for slot in gain.argsort(descending=True, stable=True).tolist():
-                if gain[slot] <= 0 or size[slot] > room:
+    taken = torch.zeros_like(gain, dtype=torch.bool)
+    for row, head in itertools.product(range(len(gain)), range(gain.shape[1])):
+        for begin in range(0, gain.shape[2], block):
+            of_block = slice(begin, begin + block)
+            size = sizes[row, head, begin]
+            total, room = gain[row, head, of_block].sum(0) * (size <= count), count
+            for slot in total.argsort(descending=True, stable=True).tolist():
+                if total[slot] <= 0 or size[slot] > room:
                     break
                 room -= int(size[slot])
-                taken[row, head, block, slot] = True
+                taken[row, head, of_block, slot] = True
     return taken
 
 

@@ -1,6 +1,7 @@
 """Tokens of the clusters that matter most to a block of queries: attended exactly, and not by their slot.
 
-For each block of queries and each head, slots are taken in the order of what is gained per token that is read,
+For each block of queries of an encoder, or each query of a decoder, and each head, slots are taken in the order of what
+is gained per token that is read,
 
     gain_s = share_s * var_s / members_s,   share_s = sum_i softmax_s(q_i.k_s + log mass_s) over queries i of the block
 
@@ -10,12 +11,43 @@ more keys. Models that are trained with sparse attention select blocks of keys b
 arXiv:2502.11089).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .blocks import between
 from .far_part import Slots
 from .merge import NEVER
+
+
+class Taken(NamedTuple):
+    """Slots in the order of their gain (..., slots), and which of them are taken.
+
+    ranked: the slots.
+    ends: how many members they and those before have.
+    fits: which are taken.
+    """
+
+    ranked: Tensor
+    ends: Tensor
+    fits: Tensor
+
+    @property
+    def slots(self) -> Tensor:
+        """(..., slots) bool: which are taken, in their own order."""
+        return torch.zeros_like(self.fits).scatter(-1, self.ranked, self.fits)
+
+
+def take(gain: Tensor, members: Tensor, count: int) -> Taken:
+    """The slots of the greatest gain (..., slots), as long as all their members (..., slots) are at most `count`.
+
+    Those that have more members alone, and those that gain nothing, are left out.
+    """
+    gain = gain * (members <= count)
+    gain, ranked = gain.sort(dim=-1, descending=True, stable=True)
+    ends = members.expand_as(ranked).gather(-1, ranked).cumsum(-1)
+    return Taken(ranked, ends, (ends <= count) & (gain > 0))
 
 
 class Selection:
@@ -64,26 +96,24 @@ class Selection:
         Returns:
             Both of these shapes, the tokens with `count` in place of the slots.
         """
-        taken, position, valid = self._select(slots, begin, end)
+        with torch.no_grad():
+            taken, position, valid = self._select(slots, begin, end)
         batch, length, heads = self.query.shape[:3]
         row = torch.arange(batch, device=position.device)[:, None, None, None] * length
         # (batch, blocks, count, heads)
         index = (position.transpose(2, 3) + row) * heads + torch.arange(heads, device=position.device)
         key, value = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in self.tokens)
         log_mass = torch.zeros_like(valid, dtype=slots.log_mass.dtype).masked_fill(~valid, NEVER)
-        left = slots._replace(log_mass=slots.log_mass.masked_fill(taken, NEVER))
+        left = Slots(slots.key, slots.value, slots.log_mass.masked_fill(taken, NEVER))
         return left, Slots(key.to(slots.key.dtype), value.to(slots.value.dtype), log_mass)
 
-    @torch.no_grad()
     def _select(self, slots: Slots, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which slots are taken (batch, blocks, heads, slots); positions, and which are valid (..., heads, count)."""
         blocks = end - begin
         gain = self._share(slots, begin, end) * self.gain.unsqueeze(1)
-        gain, ranked = gain.sort(dim=-1, descending=True, stable=True)
+        taken = take(gain, self.members.unsqueeze(1), len(self.place))
+        ranked, ends, fits = taken
         members, start = (x.unsqueeze(1).expand_as(ranked).gather(-1, ranked) for x in (self.members, self.start))
-        ends = members.cumsum(-1)
-        fits = (ends <= len(self.place)) & (gain > 0)
-        taken = torch.zeros_like(fits).scatter(-1, ranked, fits)
         # the members of the taken slots side by side: which slot each place is of, and the how many-th member it holds
         place = self.place.expand(*gain.shape[:-1], -1)
         which = torch.searchsorted(ends, place.contiguous(), right=True).clamp_max(gain.shape[-1] - 1)
@@ -93,12 +123,12 @@ class Selection:
         # members that are near are among the keys already
         block = torch.arange(begin, end, device=position.device)[:, None, None]
         is_far = (position // self.window - block).abs() > 1
-        return taken, position, fits.gather(-1, which) & (place < ends.gather(-1, which)) & is_far
+        return taken.slots, position, fits.gather(-1, which) & (place < ends.gather(-1, which)) & is_far
 
     def _share(self, slots: Slots, begin: int, end: int) -> Tensor:
         """Each slot's share of what the block's valid queries give to slots, (batch, blocks, heads, slots), float32.
 
-        0 for a slot that has no far member, or more members than are selected.
+        0 for a slot that has no far member.
         """
         query = between(self.query, begin * self.window, end * self.window, dim=1).unflatten(1, (-1, self.window))
         # (batch, blocks, heads, window, dim) @ (batch, blocks, heads, dim, slots)
@@ -111,5 +141,4 @@ class Selection:
         # (batch or 1, blocks, 1, window, 1)
         valid = (position < self.valid_lengths[:, None, None])[:, :, None, :, None]
         share = ((logits + log_mass.unsqueeze(3)).softmax(-1) * valid).sum(3)
-        fits = (slots.log_mass > NEVER) & (self.members <= len(self.place)).unsqueeze(1)
-        return share * fits
+        return share * (slots.log_mass > NEVER)

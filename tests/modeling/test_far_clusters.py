@@ -98,8 +98,6 @@ def test_the_tokens_that_a_block_asks_for_are_selected() -> None:
 def test_selected_tokens_need_clusters_and_a_window(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"selected_tokens=5 must be 0 with projection='\w+' and window_size=\d"):
         LinformerConfig(selected_tokens=5, **settings)
-    with pytest.raises(ValueError, match="selected_tokens=5 must be 0 in a decoder"):
-        decoder(window_size=4, selected_tokens=5)
 
 
 @torch.no_grad()
