@@ -201,11 +201,11 @@ def test_the_least_that_is_told_can_be_had(tmp_path: Path) -> None:
 def test_without_matplotlib_no_plots_are_told_of(
     found: tuple[str, Analysis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert written_text(tmp_path, None) == f"Written: {tmp_path}/report.md, analysis.json and plots."
+    assert written_text(tmp_path, None) == f"Written: {tmp_path}/report.md, report.html, analysis.json and plots."
     monkeypatch.setattr("hf_linattn.analyze.report.has_matplotlib", lambda: False)
     write_report(found[1], tmp_path)
     assert not list(tmp_path.glob("*.png"))
-    told = f"Written: {tmp_path}/report.md and analysis.json; for plots: pip install 'hf-linattn[plots]'."
+    told = f"Written: {tmp_path}/report.md, report.html and analysis.json; for plots: pip install 'hf-linattn[plots]'."
     assert written_text(tmp_path, None) == told
 
 
