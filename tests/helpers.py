@@ -417,11 +417,13 @@ def in_chunks(layer: LinearAttention, inputs: list[Tensor], sizes: Iterable[int]
     return torch.cat(outputs, dim=2), state
 
 
-def run_python(code: str, *arguments: Path | str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *arguments: Path | str, cwd: Path, python: Path | str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """`code` in a fresh interpreter that sees neither this folder nor the user's settings."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
     return subprocess.run(
-        [sys.executable, "-I", "-c", code, *map(str, arguments)],
+        [python, "-I", "-c", code, *map(str, arguments)],
         cwd=cwd,
         env=environment,
         stdin=subprocess.DEVNULL,

@@ -109,6 +109,7 @@ def test_recomputing_the_attention_of_long_rows_changes_no_gradient(
     model = without_dropout(converted_model(config, family, auto=auto))
     expected = gradients(model, tokens(20, batch=2))
     monkeypatch.setattr(blocks, "_LONG", 1)
+    monkeypatch.setattr(blocks, "_KEPT", 0)
     if checkpointing:
         model.gradient_checkpointing_enable()
     found = gradients(model, tokens(20, batch=2))
@@ -137,6 +138,9 @@ def test_long_rows_keep_little_for_the_backward_pass(config: AttentionConfig, mo
         return sum(found.values())
 
     before = kept()
+    # each of the two limits alone changes nothing
+    monkeypatch.setattr(blocks, "_KEPT", 0)
+    assert kept() == before
     monkeypatch.setattr(blocks, "_LONG", 512)
     after = kept()
     assert after < before / 3

@@ -13,6 +13,15 @@ _SMALLEST = 1e-6
 _MAPS = 4
 
 
+#: name of a plot -> what it shows, for those who do not see it
+ALT_TEXTS = {
+    "spectrum": "singular values of the attention matrix of each layer, largest first",
+    "energy": "share of the energy in the leading singular values of each layer",
+    "errors": "relative error of each setting by layer",
+    "quality-cost": "loss of each setting against what it costs, relative to softmax",
+}
+
+
 def draw_plots(analysis: Analysis, folder: Path, suggestion: Suggestion | None = None) -> list[Path]:
     """Spectra, energy, errors by layer and head, and quality against cost, written to `folder`.
 

@@ -1,4 +1,4 @@
-"""What an analysis found, as a folder: analysis.json, suggestion.json, report.md and plots."""
+"""What an analysis found, as a folder: analysis.json, suggestion.json, report.md, report.html and plots."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,12 @@ from typing import Any
 
 from ..utils.figures import files_text, has_matplotlib
 from ..utils.files import write_text
+from ..utils.html import html_page
 from ..utils.labels import attention_text
 from ..utils.machine import machine, machine_text
 from ..utils.markdown import table
 from .analysis import Analysis, Candidate
-from .plots import draw_plots
+from .plots import ALT_TEXTS, draw_plots
 from .spectra import SHARES, LayerStatistics
 from .suggest import BUDGETS, Suggestion, described
 
@@ -34,7 +35,9 @@ def write_report(
     if suggestion is not None:
         write_text(folder / "suggestion.json", json.dumps(suggestion.to_dict(), indent=1) + "\n")
     plots = draw_plots(analysis, folder, suggestion) if has_matplotlib() else []
-    write_text(folder / "report.md", markdown(analysis, suggestion, plots, command=command))
+    text = markdown(analysis, suggestion, plots, command=command)
+    write_text(folder / "report.md", text)
+    write_text(folder / "report.html", html_page(text, folder))
     return folder / "report.md"
 
 
@@ -68,7 +71,7 @@ def markdown(analysis: Analysis, suggestion: Suggestion | None, plots: list[Path
     ]
     if suggestion is not None:
         parts += ["## Suggestion", suggestion_text(analysis, suggestion)]
-    parts += [f"![{path.stem}]({path.name})" for path in plots]
+    parts += [f"![{ALT_TEXTS.get(path.stem, path.stem)}]({path.name})" for path in plots]
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,8 +11,17 @@ from accelerate import PartialState
 from ..adapt import AdaptConfig, adapt
 from ..adapt.result import advice, nothing_learned
 from ..data.documents import DataConfig
-from .options import add_options, taken
+from .options import add_option_groups, taken
 
+MAIN = ("dataset", "output", "transfer_steps", "distil_steps", "task", "task_steps", "label_column", "learning_rate")
+#: What `--help` says first.
+START = """\
+where to start:
+  with a window and a first token  --transfer-steps 0 --learning-rate 1e-5 --query-key-lr 1e-4
+  without                          the defaults: attention transfer, then distillation
+  a classifier                     --transfer-steps 0 --distil-steps 0 --task sequence-classification
+                                   --label-column COLUMN --task-steps 500
+exit status 3: the training ended, and nothing was learned"""
 #: Exit status of a run that ended, and whose result is no better than what it began with.
 NOTHING_LEARNED = 3
 
@@ -41,9 +50,7 @@ class AdaptOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("model", metavar="ID_OR_FOLDER", help="Hub id or folder of the converted checkpoint.")
-    add_options(parser, AdaptOptions)
-    add_options(parser.add_argument_group("data"), DataConfig)
-    add_options(parser.add_argument_group("training"), AdaptConfig)
+    add_option_groups(parser, MAIN, {"run": AdaptOptions, "data": DataConfig, "training": AdaptConfig})
     kept = "the same command goes on from the last checkpoint that there is"
     parser.set_defaults(interrupted=kept)
 

@@ -15,7 +15,9 @@ from ..analyze.suggest import BUDGETS, check_wanted
 from ..data.documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig
 from ..utils.labels import checkpoint_name
-from .options import add_options, taken
+from .options import add_option_groups, taken
+
+MAIN = ("dataset", "output", "length", "operations", "fidelity")
 
 
 @dataclass(kw_only=True)
@@ -25,7 +27,7 @@ class AnalyzeOptions:
     output: str = field(
         metadata={"help": "Folder of the report. An analysis of the same settings that is there is not made again."}
     )
-    texts: str | None = field(default=None, metadata=DataConfig.__dataclass_fields__["dataset"].metadata)
+    dataset: str | None = field(default=None, metadata=DataConfig.__dataclass_fields__["dataset"].metadata)
     candidates: list[str] | None = field(
         default=None,
         metadata={
@@ -52,9 +54,9 @@ class AnalyzeOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("model", metavar="ID_OR_FOLDER", help="Hub id or folder of the softmax checkpoint.")
-    add_options(parser, AnalyzeOptions)
-    add_options(parser.add_argument_group("data"), DataConfig, skip=frozenset({"dataset"}))
-    add_options(parser.add_argument_group("analysis"), AnalyzeConfig)
+    add_option_groups(parser, MAIN, {"suggestion": AnalyzeOptions, "data": DataConfig, "analysis": AnalyzeConfig})
+    # what --dataset was called before
+    parser.add_argument("--texts", dest="dataset", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.set_defaults(command_line="")
 
 
@@ -71,9 +73,9 @@ def run(given: dict[str, Any]) -> None:
     suggesting = any(value is not None for value in wanted.values())
     if suggesting:
         check_wanted(wanted)
-    if options.texts is not None:
+    if options.dataset is not None:
         candidates = _chosen(options.candidates, AutoConfig.from_pretrained(model).model_type)
-        documents = load_documents(DataConfig(dataset=options.texts, **selection))
+        documents = load_documents(DataConfig(dataset=options.dataset, **selection))
         texts = [document.text for document in documents.documents]
         earlier = _earlier(kept)
         same = earlier is not None and (earlier.model, earlier.config, earlier.names) == (name, config, [*candidates])
@@ -88,11 +90,11 @@ def run(given: dict[str, Any]) -> None:
         analysis = Analysis.load(kept)
         if asked or options.candidates or analysis.model != name:
             raise ValueError(
-                f"{str(kept)!r} is an analysis of {analysis.model!r} at {analysis.length:,} tokens; give --texts for "
+                f"{str(kept)!r} is an analysis of {analysis.model!r} at {analysis.length:,} tokens; give --dataset for "
                 "one of another model, other candidates or other settings, or leave these out."
             )
     else:
-        raise ValueError(f"--texts is missing, and {options.output!r} has no analysis to go on from.")
+        raise ValueError(f"--dataset is missing, and {options.output!r} has no analysis to go on from.")
     suggestion = suggest(analysis, **wanted, check=check) if suggesting else None
     write_report(analysis, options.output, suggestion=suggestion, command=command)
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))

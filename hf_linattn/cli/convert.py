@@ -13,7 +13,9 @@ from ..conversion.summary import summarize
 from ..data.documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, method_configs
 from ..modeling.modeling_linattn import AUTO_CLASSES
-from .options import add_options, taken
+from .options import add_option_groups, taken
+
+MAIN = ("method", "output", "max_length", "window_size", "global_tokens", "projection_length", "num_features")
 
 DTYPES = ("float32", "float16", "bfloat16", "auto")
 
@@ -64,11 +66,8 @@ class ConvertOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("model", metavar="ID_OR_FOLDER", help="Hub id or folder of the checkpoint to convert.")
-    add_options(parser, ConvertOptions)
-    add_options(parser.add_argument_group("both methods"), AttentionConfig)
-    common = frozenset(f.name for f in dataclasses.fields(AttentionConfig))
-    for name, config_class in method_configs().items():
-        add_options(parser.add_argument_group(name), config_class, skip=common)
+    parts = {"checkpoint": ConvertOptions, "both methods": AttentionConfig, **method_configs()}
+    add_option_groups(parser, MAIN, parts)
 
 
 def run(given: dict[str, Any]) -> None:

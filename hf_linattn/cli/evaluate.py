@@ -10,7 +10,9 @@ from accelerate import PartialState
 from ..data.documents import DataConfig
 from ..evaluate import TASKS, CompareConfig, TaskConfig, compare
 from ..evaluate.report import task_tables, written_text
-from .options import add_options, taken
+from .options import add_option_groups, taken
+
+MAIN = ("task", "converted", "dataset", "lengths", "truncate", "output")
 
 
 @dataclass(kw_only=True)
@@ -34,10 +36,8 @@ class EvaluateOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("model", metavar="ID_OR_FOLDER", help="Hub id or folder of the softmax checkpoint.")
-    add_options(parser, EvaluateOptions)
-    add_options(parser.add_argument_group("data"), DataConfig, skip=frozenset({"dataset"}))
-    add_options(parser.add_argument_group("task"), TaskConfig)
-    add_options(parser.add_argument_group("comparison"), CompareConfig)
+    parts = {"report": EvaluateOptions, "data": DataConfig, "task": TaskConfig, "comparison": CompareConfig}
+    add_option_groups(parser, MAIN, parts)
     kept = "what is finished is kept, and the same command goes on from there"
     parser.set_defaults(interrupted=kept, command_line="")
 

@@ -23,6 +23,12 @@ COMMANDS = {
 }
 
 
+#: Where the page of each command is.
+DOCS = "https://github.com/hf-linattn/hf-linattn/blob/main/docs/how-to"
+# command -> its page, where that has another name
+_PAGES = {"push": "publish"}
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage, which is longer than a screen."""
 
@@ -56,9 +62,13 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleTy
         parser.error(f"there is no command {asked!r}{_suggestion(asked, list(COMMANDS)) or ': ' + ', '.join(COMMANDS)}")
     module = None
     for name, description in COMMANDS.items():
-        command = commands.add_parser(name, help=description, description=description, allow_abbrev=False)
+        command = commands.add_parser(
+            name, help=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name == asked:
             module = importlib.import_module(f".{name}", __package__)
+            parts = (description, getattr(module, "START", ""), f"documentation: {DOCS}/{_PAGES.get(name, name)}.md")
+            command.description = "\n\n".join(part for part in parts if part)
             module.add_arguments(command)
             command.check_names(arguments[arguments.index(name) + 1 :])
     return parser, module

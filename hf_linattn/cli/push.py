@@ -6,13 +6,15 @@ from typing import Any
 
 from ..publish import PushConfig, push
 from ..publish.upload import DRY_CARD
-from .options import add_options
+from .options import add_option_groups
+
+MAIN = ("repo", "private", "report", "base_model", "license", "dry_run")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("folder", metavar="FOLDER", help="Converted checkpoint.")
-    add_options(parser, PushConfig)
+    add_option_groups(parser, MAIN, {"upload": PushConfig})
 
 
 def run(given: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from ..utils.figures import files_text, has_matplotlib
 from ..utils.files import write_text
+from ..utils.html import html_page
 from ..utils.labels import attention_text, checkpoint_name
 from ..utils.machine import machine_text
 from ..utils.markdown import interval_text, table
@@ -93,11 +94,13 @@ def _with_earlier_cells(task: dict[str, Any], earlier: list[dict[str, Any]]) -> 
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """report.json, report.md and, where matplotlib is installed, the plots."""
+    """report.json, report.md, report.html and, where matplotlib is installed, the plots."""
     folder.mkdir(parents=True, exist_ok=True)
     plots = draw_plots(report, folder) if has_matplotlib() else []
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    write_text(folder / "report.md", markdown(report, plots) + "\n")
+    text = markdown(report, plots) + "\n"
+    write_text(folder / "report.md", text)
+    write_text(folder / "report.html", html_page(text, folder))
 
 
 def written_text(folder: str | Path) -> str:
@@ -118,17 +121,17 @@ def markdown(report: dict[str, Any], plots: Sequence[Path] = ()) -> str:
     for task in report["tasks"]:
         parts += [f"## {task['name']}", task_text(task), *(table for table in task_tables(task))]
         if picture := pictures.get(f"quality-{slug(task['name'])}"):
-            parts.append(f"![{task['name']} by length]({picture})")
+            parts.append(f"![{task['name']} of each model by length, with 95% intervals]({picture})")
         if picture := pictures.get(f"position-{slug(task['name'])}"):
-            parts.append(f"![{task['name']} by position]({picture})")
+            parts.append(f"![{task['name']} of each model by position in the document]({picture})")
     if report["footprint"]:
         parts += ["## Time and memory", footprint_text(report), *footprint_tables(report)]
         if "footprint" in pictures:
-            parts.append(f"![time and memory by length]({pictures['footprint']})")
+            parts.append(f"![time and peak memory of each model by length]({pictures['footprint']})")
     if report["fidelity"]:
         parts += ["## How near each layer stays to softmax", FIDELITY_TEXT, fidelity_table(report)]
         if "fidelity" in pictures:
-            parts.append(f"![error by layer]({pictures['fidelity']})")
+            parts.append(f"![relative error of attention by layer]({pictures['fidelity']})")
     optional = {"footprint": "time and memory", "fidelity": "error by layer"}
     if missing := [name for rows, name in optional.items() if not report[rows]]:
         parts.append(f"Not measured: {', '.join(missing)}.")

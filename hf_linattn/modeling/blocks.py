@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 # Tokens that are worked on at a time: on a CPU few enough that what is made of them stays in the cache, and that
 # the allocator gives the same memory again; elsewhere enough to fill the device.
 _CPU_CHUNK, _CHUNK = 512, 8192
-# Rows of so many tokens trade time for memory in training.
-_LONG = 2048
+# Rows of so many tokens trade time for memory in training, where all queries of a layer have more elements than
+# `_KEPT`. What the backward pass needs takes 20 to 50 times their memory: up to 0.8 GiB per layer in float32.
+_LONG, _KEPT = 2048, 2**22
 
 
 def to_blocks(x: Tensor, window: int) -> Tensor:
@@ -59,12 +60,17 @@ def chunks(blocks: int, window: int, device: torch.device) -> list[tuple[int, in
     return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
 
-def recomputed(function: Callable[..., Any], length: int, *arguments: Any) -> Any:
-    """function(*arguments); in training on long rows what it needs for the backward pass is computed again then.
+def is_large(query: Tensor, length: int) -> bool:
+    """Whether what the backward pass needs of these queries, in rows of this length, is too much to be kept."""
+    return length >= _LONG and query.numel() > _KEPT
+
+
+def recomputed(function: Callable[..., Any], large: bool, *arguments: Any) -> Any:
+    """function(*arguments); in training, if `large`, what it needs for the backward pass is computed again then.
 
     Features, logits and running sums take an order of magnitude more memory than queries, keys and values.
     """
-    if length < _LONG or not torch.is_grad_enabled():
+    if not large or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import after_end, at, between, chunk_size, concatenate, recomputed
+from .blocks import after_end, at, between, chunk_size, concatenate, is_large, recomputed
 from .decoder_step import step
 from .far_part import Chunk, FarKeys, FarPart, FarSums, Settings, Slots, side_by_side
 from .merge import NEVER, merge, with_one
@@ -127,14 +127,14 @@ class _Queries:
 
     def attend(self) -> tuple[Tensor, State]:
         """Outputs (batch, heads, length, dim), and the state after them; with far=False without what became far."""
-        far_state = self.far_state
+        far_state, large = self.far_state, is_large(self.query, self.length)
 
         def outputs() -> Iterator[Tensor]:
             nonlocal far_state
             size = self.block * max(chunk_size(self.query.device) // self.block, 1)
             for begin in range(0, self.grid, size):
                 end = min(begin + size, self.grid)
-                out, *after = recomputed(self._attend_chunk, self.length, begin, end, *far_state)
+                out, *after = recomputed(self._attend_chunk, large, begin, end, *far_state)
                 far_state = tuple(after)
                 # (batch, heads, tokens, dim) -> (batch, tokens, heads, dim), as models hold them in memory
                 yield out.transpose(1, 2)

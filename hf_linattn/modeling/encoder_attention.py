@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import between, chunks, concatenate, near_keys, near_tokens, recomputed
+from .blocks import between, chunks, concatenate, is_large, near_keys, near_tokens, recomputed
 from .far_part import FarKeys, FarPart, FarSums, Rows, Settings, Slots, side_by_side
 from .merge import NEVER, merge
 from .near import NearPart
@@ -137,7 +137,8 @@ def _attend_in_blocks(
         # and rows of the batch become blocks again
         return out.transpose(1, 2).unflatten(0, (-1, end - begin))
 
-    outputs = [recomputed(attend_chunk, length, *chunk) for chunk in chunks(-(-length // window), window, query.device)]
+    large = is_large(query, length)
+    outputs = [recomputed(attend_chunk, large, *chunk) for chunk in chunks(-(-length // window), window, query.device)]
     # (batch, blocks, window, heads, dim) -> (batch, length, heads, dim); after `cat`, which makes one piece of memory
     # of them whatever an exporter puts in the place of the softmax
     return torch.cat(outputs, dim=1).flatten(1, 2)[:, :length].transpose(1, 2)
@@ -164,9 +165,9 @@ def _merge_with_sums(query: Tensor, key: Tensor, value: Tensor, far: FarSums, ro
         return merge(parts).transpose(1, 2), carry
 
     def outputs() -> Iterator[Tensor]:
-        carry = None if reader is None else reader.start()
+        carry, large = None if reader is None else reader.start(), is_large(query, length)
         for index in range(len(of_blocks)):
-            out, carry = recomputed(attend_chunk, length, index, carry)
+            out, carry = recomputed(attend_chunk, large, index, carry)
             yield out
 
     return concatenate(outputs(), of_blocks[-1][1] * tokens)[:, :length].transpose(1, 2).to(dtype)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import from_blocks, recomputed, to_blocks
+from .blocks import from_blocks, is_large, recomputed, to_blocks
 from .far_part import Chunk, FarSums, Rows
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features
 from .feature_sums import (
@@ -95,7 +95,7 @@ class PerformerFarPart(FarSums):
                 None if all_valid else to_blocks(valid[:, :, part], window),
             )
 
-        parts = (recomputed(sums_of, rows.length, *chunk) for chunk in chunks)
+        parts = (recomputed(sums_of, is_large(query, rows.length), *chunk) for chunk in chunks)
         if not window:
             return _TotalReader(feature_map, reduce(lambda sums, more: add(*sums, *more), parts), scale)
         return _BlockReader(feature_map, SumsByBlock(list(parts)), window, scale)

@@ -242,6 +242,8 @@ class RandomFeatureMap(FeatureMap):
 
     def make_tensors(self) -> None:
         self.register_buffer("directions", torch.empty(self.num_heads, self.num_directions, self.head_dim))
+        # see `PositiveMap`
+        self._kept: dict[Any, tuple[tuple[Tensor, ...], list[int], Side]] = {}
         # how often the directions were drawn anew: recorded, so that a resumed run draws the same ones
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
         if self.init == "moments":
@@ -289,10 +291,23 @@ class PositiveMap(RandomFeatureMap):
         return _RowMap(match_row(query, key, rows, scale, self.all_directions()))
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
-        directions = self.all_directions().to(x.dtype)
         if self.moments is not None:
-            return moment_matched_features(x, side_of(directions, self.moments, side), scale, relative)
-        return positive_features(x, directions, scale, relative)
+            return moment_matched_features(x, self._matched(side, x.dtype, self.moments), scale, relative)
+        return positive_features(x, self.all_directions().to(x.dtype), scale, relative)
+
+    def _matched(self, side: str, dtype: torch.dtype, moments: Moments) -> Side:
+        """`side_of` the moments, kept until a buffer changes: making it takes longer than the features of a token."""
+        buffers = (self.directions, *moments)
+        # neither has versions
+        if torch.compiler.is_compiling() or any(x.is_inference() for x in buffers):
+            return side_of(self.all_directions().to(dtype), moments, side)
+        # what is made in inference mode is of no use outside of it
+        key, versions = (side, dtype, torch.is_inference_mode_enabled()), [x._version for x in buffers]
+        kept = self._kept.get(key)
+        if kept is None or kept[1] != versions or any(x is not y for x, y in zip(kept[0], buffers, strict=True)):
+            kept = buffers, versions, side_of(self.all_directions().to(dtype), moments, side)
+            self._kept[key] = kept
+        return kept[2]
 
 
 class HyperbolicMap(PositiveMap):

@@ -24,6 +24,7 @@ from .cache import prepare_cache, tokens_seen
 from .causal_projections import CausalProjection  # noqa: F401
 from .code_version import check_code, code_version
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
+from .decoder_step import step  # noqa: F401
 
 # all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
 from .far_clusters import ClusterFarPart  # noqa: F401

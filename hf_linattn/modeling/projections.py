@@ -304,7 +304,7 @@ class FarMeans:
 
 
 def add_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Sums of x (batch, length, channels) over tokens of each index (batch or 1, length): (batch, rows, channels)."""
+    """Sums of x (batch, length, channels) over tokens of one index (batch or 1, length): (batch, rows, channels)."""
     batch = x.shape[0]
     index = (torch.arange(batch, device=x.device)[:, None] * rows + index).flatten()
     return x.new_zeros(batch * rows, x.shape[2]).index_add(0, index, x.flatten(0, 1)).unflatten(0, (batch, rows))

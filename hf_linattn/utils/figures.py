@@ -14,10 +14,10 @@ def has_matplotlib() -> bool:
 
 
 def files_text(folder: str | Path, data: str, *, plots: bool) -> str:
-    """What a report has written, in one line: report.md, a file of data, and plots or what installs what draws them."""
+    """What a report has written, in one line: pages, a file of data, and plots or what installs what draws them."""
     if plots:
-        return f"Written: {folder}/report.md, {data} and plots."
-    return f"Written: {folder}/report.md and {data}; for plots: pip install 'hf-linattn[plots]'."
+        return f"Written: {folder}/report.md, report.html, {data} and plots."
+    return f"Written: {folder}/report.md, report.html and {data}; for plots: pip install 'hf-linattn[plots]'."
 
 
 def error_bars(intervals: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:

@@ -132,12 +132,12 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
     options = ["--output", str(report), "--operations", "0.99"]
     common = ["--length", str(POSITIONS), "--documents", "2", "--spectrum-length", "16"]
     # what cannot be had costs a word, and not the analysis
-    assert main(["analyze", str(folder), "--texts", str(texts), *options[:2], "--memory", "0.01", *common]) == 1
+    assert main(["analyze", str(folder), "--dataset", str(texts), *options[:2], "--memory", "0.01", *common]) == 1
     assert (
         "memory=0.01: the least that a candidate takes" in capsys.readouterr().err
         and (report / "analysis.json").exists()
     )
-    assert main(["analyze", str(folder), "--texts", str(texts), *options, *common]) == 0
+    assert main(["analyze", str(folder), "--dataset", str(texts), *options, *common]) == 0
     assert "Measured in the whole model, without training" in capsys.readouterr().out
     # the analysis is kept, and another suggestion needs no documents
     made = (report / "analysis.json").read_bytes()
@@ -146,11 +146,11 @@ def test_from_analyze_to_a_converted_checkpoint(tmp_path: Path, capsys: pytest.C
     suggestion = json.loads((report / "suggestion.json").read_text())
     # what would not be looked at is refused; what is damaged is named, and made again where there are texts
     assert main(["analyze", str(folder), *options, "--length", "32"]) == 1
-    assert "give --texts for one" in capsys.readouterr().err
+    assert "give --dataset for one" in capsys.readouterr().err
     (report / "analysis.json").write_bytes(made[:500])
     assert main(["analyze", str(folder), *options]) == 1
     assert "analysis.json' is no analysis" in capsys.readouterr().err
-    assert main(["analyze", str(folder), "--texts", str(texts), *options, *common]) == 0
+    assert main(["analyze", str(folder), "--dataset", str(texts), *options, *common]) == 0
     assert Analysis.load(report).names == Analysis.from_dict(json.loads(made)).names
     assert main(["convert", str(folder), "--config", str(report), "--output", str(output)]) == 0
     model = AutoModel.from_pretrained(output)
@@ -182,7 +182,7 @@ def test_what_cannot_be_had_is_refused_before_the_passes(
     _model("bert").save_pretrained(folder)
     save_tokenizer(folder)
     texts.write_text(json.dumps({"text": " ".join(["w5"] * 80)}) + "\n")
-    call = ["analyze", str(folder), "--texts", str(texts), "--length", "48", "--output", str(tmp_path / "report")]
+    call = ["analyze", str(folder), "--dataset", str(texts), "--length", "48", "--output", str(tmp_path / "report")]
     assert main([*call, *wanted]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "report").exists()
@@ -201,20 +201,20 @@ def test_the_least_that_is_told_can_be_had(tmp_path: Path) -> None:
 def test_without_matplotlib_no_plots_are_told_of(
     found: tuple[str, Analysis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert written_text(tmp_path, None) == f"Written: {tmp_path}/report.md, analysis.json and plots."
+    assert written_text(tmp_path, None) == f"Written: {tmp_path}/report.md, report.html, analysis.json and plots."
     monkeypatch.setattr("hf_linattn.analyze.report.has_matplotlib", lambda: False)
     write_report(found[1], tmp_path)
     assert not list(tmp_path.glob("*.png"))
-    told = f"Written: {tmp_path}/report.md and analysis.json; for plots: pip install 'hf-linattn[plots]'."
+    told = f"Written: {tmp_path}/report.md, report.html and analysis.json; for plots: pip install 'hf-linattn[plots]'."
     assert written_text(tmp_path, None) == told
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["analyze", "{base}", "--output", "{out}"], "--texts is missing"),
+        (["analyze", "{base}", "--output", "{out}"], "--dataset is missing"),
         (
-            ["analyze", "{base}", "--output", "{out}", "--texts", "topics", "--candidates", "window 9"],
+            ["analyze", "{base}", "--output", "{out}", "--dataset", "topics", "--candidates", "window 9"],
             "--candidates 'window 9' is not among 'window 8'",
         ),
         (["convert", "{base}", "--output", "{out}"], "Give --method"),

@@ -117,7 +117,7 @@ def test_an_interrupt_during_the_imports_is_one_line(
         ["convert", "{model}", "--method", "linformer", "--output", "out"],
         ["adapt", "{model}", "--dataset", "{texts}", "--output", "out"],
         ["evaluate", "{model}", "--task", "embeddings", "--dataset", "{texts}", "--output", "out"],
-        ["analyze", "{model}", "--texts", "{texts}", "--output", "out"],
+        ["analyze", "{model}", "--dataset", "{texts}", "--output", "out"],
     ],
     ids=lambda call: call[0],
 )
@@ -148,7 +148,7 @@ def test_a_file_of_another_encoding_is_named_by_its_line(
         "convert": ["--method", "linformer", "--calibration-dataset"],
         "adapt": ["--transfer-steps", "1", "--distil-steps", "1", "--sequence-length", "16", "--dataset"],
         "evaluate": ["--task", "embeddings", "--lengths", "16", "--dataset"],
-        "analyze": ["--texts"],
+        "analyze": ["--dataset"],
     }[command]
     assert main([command, model, "--output", output, *options, str(texts)]) == 1
     assert f"hf-linattn: '{texts}', line 2: byte 0xe9 is no UTF-8" in capsys.readouterr().err.splitlines()[-1]
@@ -163,6 +163,45 @@ def test_help_describes_every_field(call: list[str]) -> None:
         for field in dataclasses.fields(config):
             assert f"--{field.name.replace('_', '-')}" in words
             assert " ".join(field.metadata["help"].split()[:5]) in words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_main_options_come_first_and_fit_on_a_screen(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert len(text.split("\nadvanced: ")[0].splitlines()) <= 40
+    options = importlib.import_module(f"hf_linattn.cli.{command}").MAIN
+    places = [text.index(f"\n  --{name.replace('_', '-')}") for name in options]
+    assert places == sorted(places) and places[-1] < text.index("\nadvanced: ")
+    assert "[options]" in text.splitlines()[0]
+    # the page is there, and at the address of the project
+    address = next(word for word in text.split() if word.startswith("https://") and word.endswith(".md"))
+    assert (ROOT / address.partition("/blob/main/")[2]).is_file()
+    assert f'Repository = "{address.partition("/blob/")[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_adapt_says_where_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says are options that it has."""
+    with pytest.raises(SystemExit):
+        main(["adapt", "--help"])
+    start, _, rest = capsys.readouterr().out.partition("documentation: ")
+    named = {word for word in start.partition("where to start:")[2].split() if word.startswith("--")}
+    assert len(named) > 5 and all(f"\n  {name}" in rest for name in named)
+
+
+def test_documents_have_one_name(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an earlier version called texts still is understood, and no longer shown."""
+    for command in ("analyze", "evaluate", "adapt"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        printed = capsys.readouterr().out
+        assert "\n  --dataset DATASET" in printed and "--texts" not in printed
+    assert main(["analyze", str(checkpoint), "--texts", "nofile.jsonl", "--output", str(tmp_path / "out")]) == 1
+    assert "nofile.jsonl" in capsys.readouterr().err
 
 
 def test_a_name_that_is_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

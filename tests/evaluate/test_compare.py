@@ -119,7 +119,12 @@ def test_columns_of_a_probe(encoder: str, corpus: Path, tmp_path: Path) -> None:
         for numbers in cell["metrics"].values():
             assert numbers["low"] <= numbers["value"] <= numbers["high"]
             assert (numbers["difference"] is None) == (cell["column"] == EXTENDED)
-    assert {path.name for path in tmp_path.iterdir()} >= {"report.json", "report.md", "quality-probe.png"}
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "report.json",
+        "report.md",
+        "report.html",
+        "quality-probe.png",
+    }
     assert json.loads((tmp_path / "report.json").read_text()) == report
     page = (tmp_path / "report.md").read_text()
     assert "Not measured: time and memory, error by layer." in page
@@ -634,7 +639,7 @@ def test_without_matplotlib_the_extra_is_named(
     call = ["evaluate", encoder, "--task", "embeddings", "--dataset", str(corpus), "--lengths", "16", "--truncate"]
     assert main([*call, "--no-footprint", "--resamples", "20", "--output", str(tmp_path / "report")]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
-    assert told.endswith("report.md and report.json; for plots: pip install 'hf-linattn[plots]'.")
+    assert told.endswith("report.md, report.html and report.json; for plots: pip install 'hf-linattn[plots]'.")
     assert not list((tmp_path / "report").glob("*.png"))
 
 

@@ -218,6 +218,37 @@ def test_moments_are_saved_with_the_module(feature_map: str) -> None:
         assert torch.equal(saved(x, side).log2_phi, loaded(x, side).log2_phi)
 
 
+@BOTH_SIDES
+@ALL_MATCHED
+def test_features_follow_every_change_of_the_map(feature_map: str, side: str) -> None:
+    """What is made of the moments once is used for the next call, unless a tensor has changed."""
+    changing, x = with_moments(make_map(feature_map)), torch.randn(2, 2, 5, DIM)
+    other = with_moments(make_map(feature_map, seed=1))
+
+    def scale_all() -> None:
+        for tensor in (*changing.parameters(), *changing.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(0.9)
+
+    with torch.inference_mode():
+        changing(x, side)
+    assert changing(x.requires_grad_(), side).log2_phi.requires_grad
+    x = x.detach()
+    with torch.no_grad():
+        for change in (
+            changing.redraw,
+            lambda: changing.set_moments(moments_of_gaussians()),
+            lambda: changing.load_state_dict(other.state_dict()),
+            lambda: changing.load_state_dict(make_map(feature_map, seed=2).state_dict(), assign=True),
+            scale_all,
+            changing.double,
+        ):
+            change()
+            fresh = make_map(feature_map)
+            fresh.load_state_dict(changing.state_dict(), assign=True)
+            assert torch.equal(changing(x, side).log2_phi, fresh(x, side).log2_phi)
+
+
 def test_redrawing_keeps_the_moments() -> None:
     feature_map = with_moments(make_map("positive"))
     before = {name: tensor.clone() for name, tensor in feature_map.state_dict().items()}

@@ -74,7 +74,7 @@ class MeanFarPart(FarKeys):
         return (_tokens(key[:, :, :1], value[:, :, :1], torch.zeros(1, dtype=torch.bool)).sum(2),)
 
     def absorb(
-        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, scale: float
+        self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
         return (state[0] + _tokens(key, value, valid[:, None, :, None]).sum(2),)
 
