@@ -212,9 +212,9 @@ def test_tasks_are_added_to_a_report_and_a_card_is_made_from_it(encoder: str, co
 
     card = model_card(folder, repo_id="me/joined", report=read_report(output))
     perplexity = report["tasks"][1]["cells"][2]["metrics"]["perplexity"]
-    results = {result.metric_name: result.metric_value for result in card.data.eval_results}
-    found = next(value for name, value in results.items() if name.startswith("perplexity at 16 tokens, direct swap"))
-    assert found == perplexity["value"]
+    # a local file is no data set that the Hub knows: the numbers stand in the text
+    assert card.data.eval_results is None
+    assert f"{perplexity['value']:.3g}" in card.text
     assert "perplexity (lower is better; 24 documents)" in card.text
     assert "**joined** (this model)" in card.text and "hf-linattn evaluate masked-lm" in card.text
 

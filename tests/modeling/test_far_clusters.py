@@ -133,6 +133,40 @@ def test_an_encoder_is_the_reference(
 
 @LENGTHS
 @SLOTS
+@pytest.mark.parametrize("selected_tokens", [1, 6, 64])
+@pytest.mark.parametrize("summary", [True, False])
+@pytest.mark.parametrize(("window_size", "global_tokens"), [(4, 1), (6, 1), (64, 0)])
+def test_tokens_that_a_decoder_selects_are_the_reference(
+    window_size: int, global_tokens: int, summary: bool, selected_tokens: int, slots: int, lengths: Tensor | None
+) -> None:
+    layer = decoder(slots, window_size=window_size, global_tokens=global_tokens, selected_tokens=selected_tokens)
+    layer.far_part.switches["summary"] = summary
+    assert_values_and_gradients_agree(
+        lambda *x: layer(*x, lengths), lambda *x: naive.attention(layer, *x, lengths), qkv(LENGTH, dim=HEAD_DIM)
+    )
+
+
+@torch.no_grad()
+@SLOTS
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_tokens_that_a_decoder_selects_step_by_step_are_those_in_parallel(slots: int, size: int) -> None:
+    layer = decoder(slots, window_size=4, global_tokens=1, selected_tokens=6)
+    inputs = qkv(LENGTH, dim=HEAD_DIM)
+    sizes = [6, *[size] * (24 // size)]
+    out, _ = in_chunks(layer, inputs, sizes)
+    torch.testing.assert_close(out, layer(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@SLOTS
+def test_all_tokens_selected_are_softmax_in_a_decoder(slots: int) -> None:
+    layer, inputs = decoder(slots, window_size=4, selected_tokens=LENGTH), qkv(LENGTH, dim=HEAD_DIM, scale=2.0)
+    past = torch.ones(1, LENGTH, LENGTH).tril().bool()
+    torch.testing.assert_close(layer(*inputs), softmax_attention(*inputs, past), rtol=1e-5, atol=1e-5)
+
+
+@LENGTHS
+@SLOTS
 @NEAR
 def test_a_decoder_is_the_reference(window_size: int, global_tokens: int, slots: int, lengths: Tensor | None) -> None:
     layer = decoder(slots, window_size=window_size, global_tokens=global_tokens)

@@ -58,6 +58,8 @@ class MeanFarPart(FarKeys):
 
     # decoders: the state is the sums of keys, values and ones, (batch, heads, 2 dim + 1)
 
+    num_slots = 1
+
     def unit(self, window: int) -> int:
         return window or BLOCK
 
@@ -77,6 +79,9 @@ class MeanFarPart(FarKeys):
         self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
         return (state[0] + _tokens(key, value, valid[:, None, :, None]).sum(2),)
+
+    def save(self, state: tuple[Tensor, ...], count: Tensor) -> tuple[tuple[Tensor, ...], Slots]:
+        return state, _means(state[0].unsqueeze(2))
 
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
         key, value, valid, ranks = chunk.key, chunk.value, chunk.becomes_far, chunk.ranks
