@@ -1,16 +1,26 @@
 """Converted models where people use models: pipelines, sentence-transformers, PEFT, Trainer, ONNX, quantization."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, pipeline
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    QuantizedCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
-from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert_checkpoint
+from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert, convert_checkpoint
 
 from .helpers import (
     POSITIONS,
@@ -203,6 +213,136 @@ def test_an_exported_encoder_gives_the_same_numbers_at_every_length(tmp_path: Pa
                 # on its own, and as long as it is
                 expected = model(input_ids[row : row + 1, :length]).last_hidden_state[0]
             torch.testing.assert_close(torch.tensor(found[row, :length]), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("projection", "rows"), [("cluster", 3), ("learned", 2)])
+@pytest.mark.parametrize("exact_length", [None, 0])
+def test_an_export_at_512_tokens_reads_1_and_100_and_511(
+    projection: str, rows: int, exact_length: int | None, tmp_path: Path
+) -> None:
+    """With the exact rows of the default and without; of clusters for as many rows as the example has."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    config = LinformerConfig(
+        projection=projection, projection_length=16, window_size=32, global_tokens=1, exact_length=exact_length
+    )
+    model = convert(tiny_model(), config, max_length=512).eval()
+    example = {"input_ids": tokens(512, batch=rows), "attention_mask": torch.ones(rows, 512, dtype=torch.long)}
+    dim = torch.export.Dim("rows")
+    torch.onnx.export(
+        model,
+        (),
+        str(tmp_path / "model.onnx"),
+        kwargs=example,
+        dynamo=True,
+        dynamic_shapes={name: {0: dim} for name in example},
+        input_names=list(example),
+        output_names=["last_hidden_state"],
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    lengths = (1, 100, 511)
+    input_ids = tokens(512, batch=3, seed=3)
+    mask = (torch.arange(512) < torch.tensor(lengths)[:, None]).long()
+    (found,) = session.run(["last_hidden_state"], {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
+    for row, length in enumerate(lengths):
+        with torch.no_grad():
+            expected = model(input_ids[row : row + 1, :length]).last_hidden_state[0]
+        torch.testing.assert_close(torch.tensor(found[row, :length]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "auto", "device_map"),
+    [
+        (
+            "bert",
+            "AutoModel",
+            {"embeddings": "cpu", "encoder.layer.0": "disk", "encoder.layer.1": "cpu", "pooler": "cpu"},
+        ),
+        (
+            "llama",
+            "AutoModelForCausalLM",
+            {
+                **dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu"),
+                "model.layers.1": "disk",
+                "lm_head": "cpu",
+            },
+        ),
+    ],
+)
+def test_weights_may_be_on_the_disk(family: str, auto: str, device_map: dict[str, str], tmp_path: Path) -> None:
+    # a method without parameters of its own
+    config = dataclasses.replace(CONFIG, projection="mean")
+    model = converted_model(config, family, auto)
+    model.save_pretrained(tmp_path / "model")
+    loaded = getattr(transformers, auto).from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "disk")
+    )
+    assert any(parameter.is_meta for parameter in loaded.parameters())
+    inputs = inputs_for(auto)
+    assert torch.equal(outputs_of(loaded, inputs), outputs_of(model, inputs))
+    if auto == "AutoModelForCausalLM":
+        ids, options = tokens(20, batch=2), {"max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("implementation", ["static", "quantized"])
+def test_a_cache_of_keys_and_values_is_refused_by_its_name(implementation: str) -> None:
+    """The state has a fixed size and no keys: there is nothing in it that a quantized cache could make smaller."""
+    model = converted_model(CONFIG, "llama", "AutoModelForCausalLM")
+    if implementation == "quantized":
+        # whatever does it is not asked
+        made = QuantizedCache.__new__(QuantizedCache)
+        made.layers = []
+        with pytest.raises(ValueError, match=r"The cache is a QuantizedCache; .* DynamicCache"):
+            model(input_ids=tokens(8), past_key_values=made)
+        return
+    with pytest.raises(ValueError, match=r"The cache is a StaticCache; .* Leave out cache_implementation"):
+        model.generate(tokens(8), max_new_tokens=2, cache_implementation=implementation)
+
+
+def test_a_cache_that_was_offloaded_goes_on() -> None:
+    """What Transformers calls layer by layer; with another device than the CPU, where the state then goes."""
+    model = converted_model(CONFIG, "llama", "AutoModelForCausalLM")
+    ids, options = tokens(20, batch=2), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :-1], past_key_values=cache)
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+
+
+@pytest.mark.slow
+def test_cross_encoder_and_pipeline_read_4096_tokens(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    save_tokenizer(tmp_path / "base")
+    tiny_model("bert", "AutoModelForSequenceClassification", num_labels=1).save_pretrained(tmp_path / "base")
+    config = LinformerConfig(window_size=8, global_tokens=1, projection_length=8, projection="mean")
+    convert_checkpoint(tmp_path / "base", tmp_path / "model", config, max_length=4096)
+    # [CLS] w5 [SEP] and [SEP] take four
+    document = " ".join(f"w{5 + index % 90}" for index in range(4092))
+    encoder = sentence_transformers.CrossEncoder(str(tmp_path / "model"), activation_fn=torch.nn.Identity())
+    encoded = encoder.tokenizer("w5", document, return_tensors="pt")
+    assert encoded.input_ids.shape == (1, 4096)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        expected = model(**encoded).logits.item()
+    # in a batch with a short one, which does not change it
+    for pairs in ([("w5", document)], [("w5", document), ("w5", "w6 w7")]):
+        assert encoder.predict(pairs)[0] == pytest.approx(expected, abs=1e-4)
+    classify = transformers.pipeline("text-classification", model=str(tmp_path / "model"))
+    text = " ".join(f"w{5 + index % 90}" for index in range(4094))
+    alone = classify(text, function_to_apply="none")[0]["score"]
+    assert classify([text, "w6 w7"], batch_size=2, function_to_apply="none")[0]["score"] == pytest.approx(
+        alone, abs=1e-4
+    )
+    with pytest.raises(ValueError, match="4097 tokens long, and the model takes at most max_length=4096"):
+        classify(f"{text} w5")
+    assert classify(f"{text} w5", truncation=True)
 
 
 @pytest.mark.filterwarnings("ignore")

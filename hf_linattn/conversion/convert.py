@@ -108,6 +108,11 @@ def convert(
         device_map = None
     elif isinstance(model_or_id, (str, Path)):
         device_map = from_pretrained_kwargs.pop("device_map", None)
+        if device_map == "disk" or (isinstance(device_map, dict) and "disk" in device_map.values()):
+            raise ValueError(
+                f"device_map={device_map!r} puts weights on the disk, and a conversion has all of them in memory. "
+                "Convert without it, save, and load the converted folder with this device_map and an offload_folder."
+            )
         cls, base_class, base_config, from_pretrained_kwargs = _resolve(
             str(model_or_id), auto_class, from_pretrained_kwargs
         )

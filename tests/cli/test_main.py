@@ -154,6 +154,40 @@ def test_a_file_of_another_encoding_is_named_by_its_line(
     assert f"hf-linattn: '{texts}', line 2: byte 0xe9 is no UTF-8" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "has no rows"),
+        ("\n\n", "has no rows"),
+        ('{"other": "w5 w6"}\n', "there is no column 'text'; there are 'other'"),
+        ('{"text": ""}\n{"text": null}\n', "no document with text is left (2 without any)"),
+        ('{"text": 3}\n', "line 1: text_column='text' holds int '3'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "adapt", "evaluate", "analyze"])
+def test_documents_that_are_none_are_one_line(
+    command: str, content: str, told: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, output = tmp_path / "texts.jsonl", tmp_path / "output"
+    texts.write_text(content)
+    save_tokenizer(checkpoint)
+    if command == "adapt":
+        convert(str(checkpoint), LinformerConfig(projection="mean")).save_pretrained(tmp_path / "converted")
+        save_tokenizer(tmp_path / "converted")
+    model = str(tmp_path / "converted" if command == "adapt" else checkpoint)
+    options = {
+        "convert": ["--method", "linformer", "--projection", "learned", "--calibration-dataset"],
+        "adapt": ["--transfer-steps", "1", "--distil-steps", "1", "--sequence-length", "16", "--dataset"],
+        "evaluate": ["--task", "embeddings", "--lengths", "16", "--dataset"],
+        "analyze": ["--dataset"],
+    }[command]
+    assert main([command, model, "--output", str(output), *options, str(texts)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-linattn: ") and told in error and str(texts) in error
+    # nothing that could be taken for a result
+    assert not [path for path in output.glob("*") if path.name in ("config.json", "report.json", "analysis.json")]
+
+
 @pytest.mark.parametrize("call", [["-m", "hf_linattn.cli"], ["scripts/convert.py"]])
 def test_help_describes_every_field(call: list[str]) -> None:
     command = [sys.executable, *call, *(["convert"] if call[0] == "-m" else []), "--help"]

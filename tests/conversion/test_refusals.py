@@ -235,3 +235,11 @@ def test_linformer_settings_are_checked_when_a_checkpoint_is_loaded(tmp_path: Pa
     (tmp_path / "config.json").write_text(config.replace('"projection_length": 4', '"projection_length": 5'))
     with pytest.raises(RuntimeError, match=r"mismatch|size"):
         transformers.AutoModel.from_pretrained(tmp_path)
+
+
+def test_weights_on_the_disk_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for device_map in ({"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}, "disk"):
+        with pytest.raises(ValueError, match=r"device_map=.*puts weights on the disk.*offload_folder"):
+            convert(tmp_path, "linformer", device_map=device_map)
