@@ -15,12 +15,13 @@ from transformers import PreTrainedConfig
 
 from .architectures import ARCHITECTURES, BUILT_IN, MODEL_TYPE_PREFIX, Architecture
 
-# `blocks`, `far_part` and `merge` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
+# `blocks`, `far_part`, `merge` and `moments` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
 # nothing further
 from .blocks import to_blocks  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
 from .merge import merge  # noqa: F401
+from .moments import Moments  # noqa: F401
 from .peft_defaults import add_peft_defaults
 from .projections import PROJECTIONS, SHARING
 from .validation import check_bool, check_choice, check_integer

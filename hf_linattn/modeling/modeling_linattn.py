@@ -24,10 +24,13 @@ from .cache import prepare_cache, tokens_seen
 from .causal_projections import CausalProjection  # noqa: F401
 from .code_version import check_code, code_version
 from .configuration_linattn import CONFIG_CLASSES, AttentionConfig, LinAttnConfig
+from .decoder_attention import attend_causally  # noqa: F401
 from .decoder_step import step  # noqa: F401
+from .encoder_attention import attend  # noqa: F401
 
 # all files of the folder: trust_remote_code in Transformers 5.8 copies what this file imports, and nothing further
 from .far_clusters import ClusterFarPart  # noqa: F401
+from .far_kept_clusters import CausalKeptClusterFarPart  # noqa: F401
 from .far_linformer import LinformerFarPart  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .far_performer import PerformerFarPart  # noqa: F401
@@ -37,9 +40,11 @@ from .kernels import gated_part  # noqa: F401
 from .linear_attention import LinearAttention
 from .merge import merge  # noqa: F401
 from .methods import METHODS  # noqa: F401
+from .moments import Moments  # noqa: F401
 from .near import NearPart  # noqa: F401
 from .peft_defaults import add_peft_defaults  # noqa: F401
 from .projections import Projection  # noqa: F401
+from .selection import Selection  # noqa: F401
 from .state import State  # noqa: F401
 from .validation import check_integer  # noqa: F401
 

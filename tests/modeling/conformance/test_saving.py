@@ -1,6 +1,7 @@
 """Saving: after a reload, here or in a fresh process, with the package or without it, all bits are the same."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 import hf_linattn
-from hf_linattn import AttentionConfig, LinAttnPreTrainedModel
+from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, modeling
 from hf_linattn.modeling.modeling_linattn import MODEL_CLASSES
 
 from ...helpers import (
@@ -162,6 +163,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
         if generate:
             (root / name / "generates").touch()
     return root, expected
+
+
+@pytest.mark.parametrize("name", ["configuration_linattn", "modeling_linattn"])
+def test_files_that_travel_import_themselves_all_that_they_need(name: str) -> None:
+    """Transformers 5.8 copies the files that a file names, and not those that these name."""
+
+    def named(file: str) -> set[str]:
+        text = (Path(modeling.__file__).parent / f"{file}.py").read_text(encoding="utf-8")
+        return set(re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE))
+
+    needed, new = set(), {name}
+    while new:
+        needed |= new
+        new = {other for file in new for other in named(file)} - needed
+    assert needed - {name} == named(name) - {name}
 
 
 @pytest.mark.parametrize("package", ["with", "without"])
