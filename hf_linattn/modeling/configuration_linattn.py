@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig
 
 from .architectures import ARCHITECTURES, BUILT_IN, MODEL_TYPE_PREFIX, Architecture
 
-# `blocks`, `far_part`, `merge` and `moments` too: trust_remote_code in Transformers 5.8 copies what this file itself imports, and
-# nothing further
+# more than is used here: trust_remote_code in Transformers 5.8 copies what this file itself imports, and nothing further
 from .blocks import to_blocks  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
