@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from .architectures import ARCHITECTURES, BUILT_IN, MODEL_TYPE_PREFIX, Architecture
 
-# more than is used here: trust_remote_code in Transformers 5.8 copies what this file itself imports, and nothing further
+# more than is used here: trust_remote_code in Transformers 5.8 copies what a file itself imports, and nothing further
 from .blocks import to_blocks  # noqa: F401
 from .far_part import FarPart  # noqa: F401
 from .feature_maps import FEATURE_MAPS
