@@ -31,6 +31,7 @@ CANDIDATES: dict[str, AttentionConfig] = {
     **{f"{k} clusters": _clusters(k) for k in (64, 128, 256)},
     "window 64 + m=64": PerformerConfig(num_features=64, feature_map="learned", window_size=64, global_tokens=1),
     "Performer m=128": PerformerConfig(num_features=128, feature_map="learned"),
+    "Performer m=128, row moments": PerformerConfig(num_features=128, init="row_moments"),
 }
 
 
