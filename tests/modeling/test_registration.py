@@ -44,6 +44,8 @@ BLOCK = 64
 class MeanFarPart(FarKeys):
     """One slot: the mean of all far keys and values, with the log of their number."""
 
+    num_slots = 1
+
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
         self.modules = {}
 
@@ -86,13 +88,10 @@ class MeanFarPart(FarKeys):
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
         key, value, valid, ranks = chunk.key, chunk.value, chunk.becomes_far, chunk.ranks
         # (batch, blocks, heads, 2 dim + 1), before each block
-        sums = state[0].unsqueeze(1)
-        after = state[0]
-        if key.shape[2]:
-            valid = torch.ones(1, key.shape[2], dtype=torch.bool) if valid is None else valid
-            tokens = _tokens(key, value, valid[:, None, :, None]).unflatten(2, (-1, ranks.shape[2])).sum(3)
-            known = torch.cat((sums, tokens.transpose(1, 2)), dim=1).cumsum(1)
-            sums, after = known[:, :-1], known[:, -1].clone()
+        valid = torch.ones(1, key.shape[2], dtype=torch.bool) if valid is None else valid
+        tokens = _tokens(key, value, valid[:, None, :, None]).unflatten(2, (-1, ranks.shape[2])).sum(3)
+        known = torch.cat((state[0].unsqueeze(1), tokens.transpose(1, 2)), dim=1).cumsum(1)
+        sums, after = known[:, :-1], known[:, -1].clone()
         slots = _means(sums.unsqueeze(3))
         return Slots(slots.key.to(key.dtype), slots.value.to(key.dtype), slots.log_mass.unsqueeze(3)), (after,)
 
