@@ -60,8 +60,6 @@ class MeanFarPart(FarKeys):
 
     # decoders: the state is the sums of keys, values and ones, (batch, heads, 2 dim + 1)
 
-    num_slots = 1
-
     def unit(self, window: int) -> int:
         return window or BLOCK
 
