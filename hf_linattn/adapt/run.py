@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.utils import logging
 
 from ..data.documents import DataConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
-from ..utils.files import is_full, write_text
+from ..utils.files import full_disk, write_text
 from ..utils.lock import only_one
 from . import checkpoints
 from .checkpoints import Progress, StageCheckpoints
@@ -91,7 +92,7 @@ def adapt(
             # asked inside the lock: who had it before may have finished; and by one, so that all do the same
             finished = broadcast_object_list([is_finished(output_dir)])[0]
             if not finished:
-                with _full_disk(run.training):
+                with full_disk(partial(_what_is_kept, run.training)):
                     return run.train()
             # of a start that was killed between the two
             run.remove_checkpoints()
@@ -111,24 +112,12 @@ def _accelerator(given: Accelerator | None, config: AdaptConfig, folder: Path) -
             AcceleratorState._reset_state()
 
 
-@contextlib.contextmanager
-def _full_disk(training: Path) -> Iterator[None]:
-    """Errors of a full disk say what is kept.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not is_full(error):
-            raise
-        kept = "no checkpoint has been written yet"
-        if checkpoints.find(training / checkpoints.LAST) is not None:
-            kept = "the last checkpoint is intact"
-        raise OSError(
-            f"{str(training.parent)!r}: the disk is full ({error}); {kept}. Make room, and the same command continues."
-        ) from error
+def _what_is_kept(training: Path, error: Exception) -> str:
+    """What to say of a full disk."""
+    kept = "no checkpoint has been written yet"
+    if checkpoints.find(training / checkpoints.LAST) is not None:
+        kept = "the last checkpoint is intact"
+    return f"{str(training.parent)!r}: the disk is full ({error}); {kept}. Make room, and the same command continues."
 
 
 class _Run:

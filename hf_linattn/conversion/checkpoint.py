@@ -16,7 +16,7 @@ from ..data.tokenizers import load_tokenizer
 from ..modeling.architectures import MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
-from ..utils.files import room_in
+from ..utils.files import full_disk
 from .checkpoint_files import SENTENCE_FILES, sentence_kind, sentence_module_folders
 from .convert import convert
 
@@ -61,7 +61,11 @@ def convert_checkpoint(
     target = Path(output_dir).resolve()
     _check_target(Path(model_id), str(output_dir), target, overwrite)
     model = convert(model_id, config, **convert_kwargs)
-    with room_in(output_dir, "output_dir"):
+
+    def no_room(error: Exception) -> str:
+        return f"output_dir={str(output_dir)!r}: the disk is full; make room, or write somewhere else."
+
+    with full_disk(no_room):
         target.parent.mkdir(parents=True, exist_ok=True)
         # beside the target, so that the last step is a rename within one file system
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

@@ -358,7 +358,11 @@ class CausalClusterFarPart(_ClusterFarPart):
     def absorb(
         self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor | None, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
-        new = self._by_block(self._slots(key, valid), key, value, key.shape[2])
+        return self._with_block(state, self._slots(key, valid), key, value)
+
+    def _with_block(self, state: tuple[Tensor, ...], slot: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """The sums with one block of tokens in these slots."""
+        new = self._by_block(slot, key, value, key.shape[2])
         return tuple(old + x.squeeze(1) for old, x in zip(state, new, strict=True))
 
     def save(self, state: tuple[Tensor, ...], count: Tensor) -> tuple[tuple[Tensor, ...], Slots]:
@@ -382,12 +386,13 @@ class CausalClusterFarPart(_ClusterFarPart):
         return *sums.totals, sums.members
 
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
-        slots, state, _ = self._known(state, chunk)
+        slots, state, _ = self._known(state, chunk, self._slots(chunk.key, chunk.becomes_far))
         return slots, state
 
-    def _known(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _known(
+        self, state: tuple[Tensor, ...], chunk: Chunk, slot: Tensor
+    ) -> tuple[Slots, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The slots that blocks of queries see, the state after them, and before each block (batch, blocks, ...)."""
-        slot = self._slots(chunk.key, chunk.becomes_far)
         blocks = self._by_block(slot, chunk.key, chunk.value, chunk.ranks.shape[2])
         sums_by_block = [running_sums(x, list(y.unbind(1)), dim=1) for x, y in zip(state, blocks, strict=True)]
         known, state = tuple(x[:, :-1] for x in sums_by_block), tuple(x[:, -1].clone() for x in sums_by_block)

@@ -52,13 +52,14 @@ class CausalKeptClusterFarPart(CausalClusterFarPart):
     def absorb(
         self, state: tuple[Tensor, ...], key: Tensor, value: Tensor, valid: Tensor | None, before: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
-        sums = super().absorb(state[:4], key, value, valid, before, scale)
-        return (*sums, *_append(state[4:], key, value, self._slots(key, valid)))
+        slot = self._slots(key, valid)
+        return (*self._with_block(state[:4], slot, key, value), *_append(state[4:], key, value, slot))
 
     def chunk(self, state: tuple[Tensor, ...], chunk: Chunk) -> tuple[Slots, tuple[Tensor, ...]]:
         earlier, block = state[4].shape[2], chunk.ranks.shape[2]
-        slots, sums, known = self._known(state[:4], chunk)
-        tokens = _append(state[4:], chunk.key, chunk.value, self._slots(chunk.key, chunk.becomes_far))
+        slot = self._slots(chunk.key, chunk.becomes_far)
+        slots, sums, known = self._known(state[:4], chunk, slot)
+        tokens = _append(state[4:], chunk.key, chunk.value, slot)
         state = (*sums, *tokens)
         if not self.switches["selected"]:
             return slots, state

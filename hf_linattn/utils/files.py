@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,8 +42,8 @@ def is_full(error: Exception) -> bool:
 
 
 @contextmanager
-def room_in(folder: str | Path, field: str) -> Iterator[None]:
-    """Around writing into a folder: the error of a full disk names the folder, and not the file that was copied.
+def full_disk(text: Callable[[Exception], str]) -> Iterator[None]:
+    """Around writing: the error of a full disk, which names a file of the package or none, says `text` of it instead.
 
     Raises:
         OSError: the disk is full.
@@ -53,7 +53,7 @@ def room_in(folder: str | Path, field: str) -> Iterator[None]:
     except Exception as error:
         if not is_full(error):
             raise
-        raise OSError(f"{field}={str(folder)!r}: the disk is full; make room, or write somewhere else.") from error
+        raise OSError(text(error)) from error
 
 
 def write_text(path: str | Path, text: str) -> None:

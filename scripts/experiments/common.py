@@ -31,10 +31,22 @@ def experiment_parser(
     return parser
 
 
-def write_report(output: Path, report: dict[str, Any], text: str, figure: Any) -> None:
-    """Write OUTPUT.json, OUTPUT.md and OUTPUT.png, each whole or not at all, and print the text."""
+def earlier_report(output: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """What OUTPUT.json has from an earlier run, where all fields of the header are the same; else nothing."""
+    path = output.with_suffix(".json")
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return earlier if all(earlier.get(name) == value for name, value in header.items()) else {}
+
+
+def keep_report(output: Path, report: dict[str, Any]) -> None:
+    """Write OUTPUT.json, whole or not at all, and its folder."""
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+
+
+def write_report(output: Path, report: dict[str, Any], text: str, figure: Any) -> None:
+    """Write OUTPUT.json, OUTPUT.md and OUTPUT.png, each whole or not at all, and print the text."""
+    keep_report(output, report)
     write_text(output.with_suffix(".md"), text.rstrip("\n") + "\n")
     figure.tight_layout()
     with replacing(output.with_suffix(".png")) as unfinished:

@@ -8,7 +8,6 @@ every conversion. The text is the topics of `pydoc_data`, which the model may ha
 one with `--text FILE`.
 """
 
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -25,9 +24,8 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from common import experiment_parser, topic_documents, write_report
+from common import earlier_report, experiment_parser, keep_report, topic_documents, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.utils.files import write_text
 from smollm2 import CACHE, smollm2_folder
 
 # Summaries stand for max_length / projection_length tokens, and SmolLM2's max_length is 8,192 whatever is read.
@@ -250,10 +248,7 @@ def main() -> int:
         "seeds": options.seeds,
         "torch": torch.__version__,
     }
-    path = options.output.with_suffix(".json")
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    same = all(earlier.get(name) == value for name, value in report.items())
-    known = {row["setting"]: Row(**row) for row in earlier["rows"]} if same else {}
+    known = {row["setting"]: Row(**row) for row in earlier_report(options.output, report).get("rows", [])}
     original, rows = None, list(known.values())
     for name, config in tqdm(SETTINGS.items(), unit="setting"):
         if config is not None and name in known:
@@ -262,8 +257,7 @@ def main() -> int:
         original = loss[0] if original is None else original
         known[name] = summary(name, exact, loss, original)
         rows = [known[setting] for setting in SETTINGS if setting in known]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        keep_report(options.output, {**report, "rows": [asdict(row) for row in rows]})
 
     assert original is not None, "the first setting is the original"
     notes = [

@@ -12,7 +12,6 @@ settings that have a window. What is measured is kept as it comes: the same comm
 ended, and measures settings that are new.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -28,13 +27,22 @@ from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, token_ids, write_report
+from common import (
+    earlier_report,
+    embeddings,
+    experiment_parser,
+    keep_report,
+    mean,
+    minilm_folder,
+    texts_of,
+    token_ids,
+    write_report,
+)
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.data import DataConfig
 from hf_linattn.evaluate import CompareConfig, TaskConfig, compare
 from hf_linattn.evaluate.intervals import bootstrap_interval
-from hf_linattn.utils.files import write_text
 from hf_linattn.utils.markdown import interval_text, table
 
 # marker and color of each kind of text
@@ -260,19 +268,10 @@ def main() -> int:
         "seeds": options.seeds,
         "torch": torch.__version__,
         "passkey_examples": options.passkeys,
-        "passkey_probe": {},
     }
-    path = options.output.with_suffix(".json")
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    rows: list[Row] = []
-    if all(earlier.get(name) == value for name, value in report.items() if name != "passkey_probe"):
-        rows = [Row(**row) for row in earlier["rows"] if row["setting"] in SETTINGS]
-        report["passkey_probe"] = earlier["passkey_probe"]
-
-    def keep() -> None:
-        write_text(path, json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-
-    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = earlier_report(options.output, report)
+    rows = [Row(**row) for row in earlier.get("rows", []) if row["setting"] in SETTINGS]
+    keys = report["passkey_probe"] = earlier.get("passkey_probe", {})
     for length, count in zip(options.lengths, options.documents, strict=False):
         documents = token_ids(options.texts, tokenizer, length, count)
         documents = {kind: [ids for ids in listed if len(ids) == length] for kind, listed in documents.items()}
@@ -281,8 +280,7 @@ def main() -> int:
         names = [name for name in SETTINGS if name not in known]
         for new in rows_of_length(length, documents, base, tokenizer, calibration, options.seeds, names):
             rows += new
-            keep()
-    keys = report["passkey_probe"]
+            keep_report(options.output, {**report, "rows": [asdict(row) for row in rows]})
     names = [name for name, config in SETTINGS.items() if config.window_size and config.near and name not in keys]
     if options.passkeys and names:
         keys |= passkeys(folder, options.passkeys, calibration, tokenizer, names)

@@ -51,6 +51,16 @@ def slots_of(layer: LinearAttention, query: Tensor, key: Tensor, lengths: Tensor
     return layer.far_part.assign(query, key, rows).slot.transpose(1, 2)
 
 
+def check_encoder(layer: LinearAttention, lengths: Tensor | None) -> None:
+    """Values and gradients of the valid tokens are those of the reference."""
+    assert_values_and_gradients_agree(
+        lambda *x: layer(*x, lengths),
+        lambda *x: naive.attention(layer, *x, lengths),
+        qkv(LENGTH, dim=HEAD_DIM),
+        valid=None if lengths is None else torch.arange(LENGTH) < lengths[:, None],
+    )
+
+
 # the fast form is the reference
 
 
@@ -64,12 +74,7 @@ def test_selected_tokens_are_the_reference(
 ) -> None:
     layer = encoder(slots, window_size=window_size, global_tokens=global_tokens, selected_tokens=selected_tokens)
     layer.far_part.switches["summary"] = summary
-    assert_values_and_gradients_agree(
-        lambda *x: layer(*x, lengths),
-        lambda *x: naive.attention(layer, *x, lengths),
-        qkv(LENGTH, dim=HEAD_DIM),
-        valid=None if lengths is None else torch.arange(LENGTH) < lengths[:, None],
-    )
+    check_encoder(layer, lengths)
 
 
 @LENGTHS
@@ -123,12 +128,7 @@ def test_an_encoder_is_the_reference(
     window_size: int, global_tokens: int, landmarks: str, rounds: int, slots: int, lengths: Tensor | None
 ) -> None:
     layer = encoder(slots, window_size=window_size, global_tokens=global_tokens, landmarks=landmarks, rounds=rounds)
-    assert_values_and_gradients_agree(
-        lambda *x: layer(*x, lengths),
-        lambda *x: naive.attention(layer, *x, lengths),
-        qkv(LENGTH, dim=HEAD_DIM),
-        valid=None if lengths is None else torch.arange(LENGTH) < lengths[:, None],
-    )
+    check_encoder(layer, lengths)
 
 
 @LENGTHS
