@@ -110,7 +110,7 @@ def losses(model: PreTrainedModel, documents: Tensor) -> Tensor:
 
 
 def exact_keys(config: AttentionConfig | None, length: int, max_length: int) -> float:
-    """How many keys a query sees exactly, as a mean over the queries of a text of `length` tokens."""
+    """How many keys a query sees exactly, with selected tokens at most: a mean over a text of `length` tokens."""
     rank = torch.arange(length)
     if config is None:
         return (rank + 1).double().mean().item()
@@ -126,6 +126,7 @@ def exact_keys(config: AttentionConfig | None, length: int, max_length: int) -> 
     elif not config.window_size:
         # the query's own key is estimated too
         far = (rank + 1 - first).clamp_min(0)
+    far = far - far.clamp_max(getattr(config, "selected_tokens", 0))
     return (rank + 1 - far).double().mean().item()
 
 
@@ -266,7 +267,7 @@ def main() -> int:
         f"Text: {data}; {original.numel():,} tokens scored. {caution}",
         "Exact keys: how many keys a query of a converted layer sees exactly, on average over the text. A decoder's "
         f"summary stands for max_length / projection_length tokens (max_length {base.config.max_position_embeddings:,} "
-        "here), and what lies between the last summary and the window is exact as well.",
+        "here), and what lies between the last summary and the window is exact as well. With selected tokens: at most.",
         "Prototypes of clusters: k-means on 8,192 tokens of the topics that follow in length; nothing else is learned.",
         f"Several seeds where features are random ({options.seeds}). 95%: bootstrap over documents, paired with the "
         "original. Second half: perplexity of the later half of each document.",
