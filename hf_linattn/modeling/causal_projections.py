@@ -13,6 +13,9 @@ from transformers import initialization as init
 
 from .projections import PROJECTIONS
 
+# Of segments shorter than this a product of matrices takes longer than sums.
+_LEAST_PRODUCT = 16
+
 
 class CausalProjection(nn.Module):
     """E and F of one layer, or, with sharing="layers", of all: how a segment of `segment_length` tokens is summarized.
@@ -88,9 +91,11 @@ class CausalProjection(nn.Module):
         weight = getattr(self, f"{side if side in self.sides else 'key'}_weight").to(x.dtype)
         if self.projection == "conv":
             return (x * weight.unsqueeze(1)).mean(3)
-        # (heads or 1, batch or 1, segments, 1, segment_length) -> (batch or 1, heads or 1, ...)
-        weight = (1 + weight[:, slot].unsqueeze(3).transpose(0, 1)) / self.segment_length
-        return (weight @ x).squeeze(3)
+        # (heads or 1, batch or 1, segments, segment_length) -> (batch or 1, heads or 1, ...)
+        weight = ((1 + weight[:, slot]) / self.segment_length).transpose(0, 1)
+        if self.segment_length < _LEAST_PRODUCT:
+            return (x * weight.unsqueeze(-1)).sum(3)
+        return (weight.unsqueeze(3) @ x).squeeze(3)
 
     def extra_repr(self) -> str:
         return (

@@ -26,12 +26,14 @@ def attend_causally(
     state: State | None,
     lengths: Tensor | None,
     settings: Settings,
-) -> tuple[Tensor, State]:
+    *,
+    keep: bool = True,
+) -> tuple[Tensor, State | None]:
     """Attention of new tokens, any number of them, that come after those of `state`, and the state after them.
 
-    `state` is what the call before returned, and is used up; None is the state before the first token, and cheaper. The
-    other arguments and the result are as in `LinearAttention.forward`. That rows with a state stay within the longest
-    length is for the caller to see to.
+    `state` is what the call before returned, and is used up; None is the state before the first token, and cheaper.
+    keep=False: no tokens follow, and the state after these is None. The other arguments and the result are as in
+    `LinearAttention.forward`. That rows with a state stay within the longest length is for the caller to see to.
 
     Raises:
         ValueError: the rows are longer than the far part's `max_length`, where it has one.
@@ -40,13 +42,12 @@ def attend_causally(
     if longest is not None and query.shape[2] > longest:
         raise ValueError(f"{query.shape[2]} tokens are more than max_length={longest} of this model's projections.")
     if state is None:
-        return _Queries(
-            query, key, value, far, empty_state(key, value, far, settings), lengths, settings, True
-        ).attend()
+        start = empty_state(key, value, far, settings)
+        return _Queries(query, key, value, far, start, lengths, settings, from_start=True, keep=keep).attend()
     query, key, value = (x.to(state.key.dtype) for x in (query, key, value))
     if query.shape[2] == 1:
         return step(query, key, value, far, state, lengths, settings)
-    return _Queries(query, key, value, far, state, lengths, settings, False).attend()
+    return _Queries(query, key, value, far, state, lengths, settings, from_start=False, keep=keep).attend()
 
 
 class _Queries:
@@ -57,6 +58,7 @@ class _Queries:
     Args:
         state: before the new tokens.
         from_start: there are no earlier tokens, so that one row of ranks is that of all rows.
+        keep: the state after the new tokens is asked for.
     """
 
     def __init__(
@@ -68,13 +70,20 @@ class _Queries:
         state: State,
         lengths: Tensor | None,
         settings: Settings,
+        *,
         from_start: bool,
+        keep: bool,
     ) -> None:
         length, device = query.shape[2], query.device
         window, first = settings.window_size, settings.global_tokens
         self.far, self.settings, self.length, self.from_start = far, settings, length, from_start
-        self.lengths, self.after = lengths, state.advance(key, value, lengths, from_start=from_start)
-        self.leading = self.after.key[:, :, :first], self.after.value[:, :, :first]
+        self.lengths = lengths
+        self.after = state.advance(key, value, lengths, from_start=from_start) if keep or not from_start else None
+        # the global tokens
+        if self.after is None:
+            self.leading = between(key, 0, first, dim=2), between(value, 0, first, dim=2)
+        else:
+            self.leading = self.after.key[:, :, :first], self.after.value[:, :, :first]
         self.reach = reach = far.reach(window, first)
         unit, seen = far.unit(window), state.seen[:1] if from_start else state.seen
         self.offset = offset = seen % unit if unit and not from_start else None
@@ -125,7 +134,7 @@ class _Queries:
             valid = begin[:, None] + torch.arange(key.shape[2], device=seen.device) < total[:, None]
         return self.far.absorb(self.far_state, key, value, valid, begin - first, self.settings.scale)
 
-    def attend(self) -> tuple[Tensor, State]:
+    def attend(self) -> tuple[Tensor, State | None]:
         """Outputs (batch, heads, length, dim), and the state after them; with far=False without what became far."""
         far_state, large = self.far_state, is_large(self.query, self.length)
 
@@ -144,7 +153,8 @@ class _Queries:
             out = out[:, :, : self.length]
         else:
             out = at(out, self.offset[:, None] + torch.arange(self.length, device=out.device))
-        return after_end(out, self.lengths), self.after.settle(self.far, far_state, self.settings)
+        after = None if self.after is None else self.after.settle(self.far, far_state, self.settings)
+        return after_end(out, self.lengths), after
 
     def _attend_chunk(self, begin: int, end: int, *far_state: Tensor) -> tuple[Tensor, ...]:
         """Outputs of the positions begin .. end - 1 of the grid, (batch, heads, tokens, dim), and the state after."""

@@ -148,15 +148,18 @@ class CausalLinformerFarPart(FarKeys):
         whole = slot < self.num_slots
         if valid is not None:
             whole = whole & valid[:, g - 1 : segments * g : g]
-        slot, whole = slot % self.num_slots, whole[:, None, :, None]
+        # (batch, segments) of slots that stand before heads
+        index = torch.arange(key.shape[0], device=key.device)[:, None], slot % self.num_slots
+        whole = whole[:, :, None, None]
 
         def with_new(slots: Tensor, x: Tensor, side: str) -> Tensor:
             # sums of half-precision keys could overflow
             x = x[:, :, : segments * g].to(torch.promote_types(x.dtype, torch.float32))
             # split into segments
-            new = self.projection.summarize(x.unflatten(2, (segments, g)), side, slot).to(slots.dtype)
-            index = slot[:, None, :, None].expand(new.shape)
-            return slots.scatter(2, index, torch.where(whole, new, slots.gather(2, index)))
+            new = self.projection.summarize(x.unflatten(2, (segments, g)), side, index[1]).to(slots.dtype)
+            # (batch, heads, slots, dim) -> (batch, slots, heads, dim), which is indexed in whole rows
+            slots, new = slots.transpose(1, 2), new.transpose(1, 2)
+            return slots.index_put(index, torch.where(whole, new, slots[index])).transpose(1, 2)
 
         return with_new(state[0], key, "key"), with_new(state[1], value, "value")
 

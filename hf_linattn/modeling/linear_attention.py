@@ -124,6 +124,6 @@ class LinearAttention(nn.Module):
         if not self.causal:
             return attend(query, key, value, self.far_part, lengths, settings)
         if cache is None:
-            return attend_causally(query, key, value, self.far_part, None, lengths, settings)[0]
+            return attend_causally(query, key, value, self.far_part, None, lengths, settings, keep=False)[0]
         out, cache.state = attend_causally(query, key, value, self.far_part, cache.state, lengths, settings)
         return out
