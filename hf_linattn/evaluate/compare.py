@@ -26,7 +26,7 @@ from .models import EXTENDED, TRUNCATED, ComparedModel, Source, base_length, com
 from .report import describe_base, merge_report, write_report
 from .runner import Runner
 from .tasks import TASKS, TaskConfig
-from .tasks.base import DocumentTask, Metric, Outcomes, Task
+from .tasks.base import DocumentTask, Metric, Outcomes, Task, special_tokens_of
 from .tasks.language_modeling import POSITION_EDGES
 
 
@@ -44,6 +44,12 @@ class CompareConfig:
     )
     branches: bool = field(
         default=True, metadata={"help": "Also show each hybrid with either of its branches switched off."}
+    )
+    chunks: bool = field(
+        default=True,
+        metadata={
+            "help": "Tasks on embeddings: also show softmax over chunks of its own length, their embeddings averaged."
+        },
     )
     batch_tokens: int = field(default=8192, metadata={"help": "Most tokens of one batch, padding included."})
     dtype: str | None = field(
@@ -76,7 +82,7 @@ class CompareConfig:
         for name, minimum in {"batch_tokens": 1, "resamples": 1, "fidelity_documents": 0}.items():
             check_integer(owner, name, getattr(self, name), minimum)
         check_integer(owner, "fidelity_length", self.fidelity_length, 1, optional=True)
-        for name in ("branches", "footprint"):
+        for name in ("branches", "chunks", "footprint"):
             check_bool(owner, name, getattr(self, name))
         for name in ("dtype", "position_extension"):
             if getattr(self, name) is not None:
@@ -96,9 +102,10 @@ def compare(
 ) -> dict[str, Any]:
     """Compare a checkpoint with its conversions on one task, and write the report.
 
-    The models are softmax truncated to the checkpoint's own length, softmax extended, the conversions, and each
-    hybrid with either branch switched off. Finished cells are kept in `output_dir`: an interrupted comparison goes
-    on where it was, and one with more models, lengths or tasks adds to the report that is there.
+    The models are softmax truncated to the checkpoint's own length, softmax over chunks of that length (in tasks on
+    embeddings), softmax extended, the conversions, and each hybrid with either branch switched off. Finished cells are
+    kept in `output_dir`: an interrupted comparison goes on where it was, and one with more models, lengths or tasks
+    adds to the report that is there.
 
     Args:
         base: id or folder of the softmax checkpoint.
@@ -122,7 +129,8 @@ def compare(
     PartialState(cpu=not torch.accelerator.is_available())
     base, output = str(base), Path(output_dir)
     task_config, config = task_config or TaskConfig(), config or CompareConfig()
-    models = compared_models(base, converted, branches=config.branches)
+    chunks = config.chunks and TASKS[task].reads_embeddings
+    models = compared_models(base, converted, branches=config.branches, chunks=chunks)
     # errors of the data come before any model is loaded
     job = TASKS[task](task_config, data, load_tokenizer(base))
     comparison = _Comparison(base, output, job, task_config, config)
@@ -175,6 +183,7 @@ class _Comparison:
                 max_length=self.task_config.lengths[-1],
                 batch_tokens=self.config.batch_tokens,
                 pad_token_id=self.job.tokenizer.pad_token_id,
+                special_tokens=special_tokens_of(self.job.tokenizer),
                 folder=self.output / "embeddings",
                 position_extension=self.config.position_extension,
                 dtype=self.config.dtype,
@@ -228,10 +237,11 @@ class _Comparison:
             "position_extension": self.config.position_extension,
             "dtype": self.config.dtype,
         }
-        if compared.name == TRUNCATED:
-            if length > base_length(self.base):
-                return {}
-            options["max_length"] = base_length(self.base)
+        own = base_length(self.base)
+        if compared.name == TRUNCATED and length > own:
+            return {}
+        if compared.kind in ("truncated", "chunks"):
+            options["max_length"] = own
 
         def measure() -> dict[str, Any]:
             # the other processes wait, and do not disturb it

@@ -15,12 +15,15 @@ from transformers.utils import logging
 
 from ..modeling.configuration_linattn import AttentionConfig
 from ..utils.memory import PeakMemory
-from .models import ComparedModel, load_model
+from .models import ComparedModel, base_length, load_model
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One model at one length, batch 1: median seconds of a forward pass, and peak memory beyond the model."""
+    """One model at one length: median seconds of a forward pass, and peak memory beyond the model.
+
+    One document; softmax in chunks reads its chunks as one batch.
+    """
 
     column: str
     length: int
@@ -73,12 +76,23 @@ def _measure(call: dict[str, Any]) -> Footprint:
     # any tokens will do: linear or softmax, the work does not depend on them
     ids = torch.arange(length, device=device)[None] % min(model.get_input_embeddings().weight.shape[0], 1000)  # type: ignore[operator]
     keywords = {"use_cache": False} if getattr(model, "can_generate", lambda: False)() else {}
+    inputs = [ids]
+    if compared.kind == "chunks":
+        # whole chunks as one batch, and the rest
+        own = min(base_length(call["base"]), length)
+        whole = length // own * own
+        inputs = [x for x in (ids[:, :whole].reshape(-1, own), ids[:, whole:]) if x.numel()]
+
+    def forward() -> None:
+        for x in inputs:
+            model(input_ids=x, **keywords)
+
     with PeakMemory(device) as memory:
-        model(input_ids=ids, **keywords)
+        forward()
     seconds = []
     for _ in range(call["repeats"]):
         start = time.perf_counter()
-        model(input_ids=ids, **keywords)
+        forward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)

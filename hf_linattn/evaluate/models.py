@@ -1,4 +1,4 @@
-"""What a comparison compares: the softmax model at its own length and extended, and its conversions."""
+"""What a comparison compares: the softmax model at its own length, in chunks and extended, and its conversions."""
 
 import dataclasses
 import hashlib
@@ -24,8 +24,8 @@ from ..modeling.architectures import ARCHITECTURES, MODEL_TYPE_PREFIX
 from ..modeling.configuration_linattn import AttentionConfig
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel, position_offset
 
-#: The names of softmax at the checkpoint's own length, and of softmax extended.
-TRUNCATED, EXTENDED = "softmax truncated", "softmax extended"
+#: The names of softmax at the checkpoint's own length, over chunks of that length, and extended.
+TRUNCATED, CHUNKS, EXTENDED = "softmax truncated", "softmax in chunks", "softmax extended"
 _BRANCHES = {"both": (True, True), "near": (True, False), "far": (False, True)}
 # weights that are made anew for some uses of a checkpoint, and have no part in what a task reads
 _UNUSED_WEIGHTS = ("pooler.",)
@@ -39,7 +39,7 @@ class ComparedModel:
     """One model of a comparison; of a conversion with several seeds, all of them."""
 
     name: str
-    kind: str  # "truncated", "extended" or "converted"
+    kind: str  # "truncated", "chunks", "extended" or "converted"
     sources: tuple[Source, ...]
     branches: str = "both"  # "both", "near" or "far"
     # of sources that are adapters the checkpoint that each is put on, of the others None
@@ -60,7 +60,7 @@ class ComparedModel:
 
 
 def compared_models(
-    base: str, converted: Mapping[str, Source | Sequence[Source]], *, branches: bool = True
+    base: str, converted: Mapping[str, Source | Sequence[Source]], *, branches: bool = True, chunks: bool = False
 ) -> list[ComparedModel]:
     """The models of a comparison, in the order in which they are shown.
 
@@ -68,11 +68,13 @@ def compared_models(
         base: id or folder of the softmax checkpoint.
         converted: name -> source, or the sources of several seeds.
         branches: also each conversion that has both branches with either of them switched off.
+        chunks: also softmax over chunks of the checkpoint's own length, whose embeddings are averaged.
 
     Raises:
         ValueError: a source is no converted checkpoint, or a name is taken.
     """
-    models = [ComparedModel(TRUNCATED, "truncated", (base,)), ComparedModel(EXTENDED, "extended", (base,))]
+    kinds = {TRUNCATED: "truncated", CHUNKS: "chunks", EXTENDED: "extended"}
+    models = [ComparedModel(name, kind, (base,)) for name, kind in kinds.items() if chunks or kind != "chunks"]
     listed = {name: (x,) if isinstance(x, (str, AttentionConfig)) else tuple(x) for name, x in converted.items()}
     checkpoints = [x for sources in listed.values() for x in sources if isinstance(x, str) and not _is_adapter(x)]
     for source in (base, *checkpoints):

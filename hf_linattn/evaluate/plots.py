@@ -5,7 +5,11 @@ from typing import Any
 
 from ..utils.figures import save_figure
 
-_STYLES = {"truncated": {"color": "0.6", "linestyle": "--"}, "extended": {"color": "0.2", "linestyle": "-"}}
+_STYLES: dict[str, dict[str, Any]] = {
+    "truncated": {"color": "0.6", "linestyle": "--"},
+    "chunks": {"color": "0.4", "linestyle": (0, (5, 2, 1, 2))},
+    "extended": {"color": "0.2", "linestyle": "-"},
+}
 _BRANCH_STYLES = {"both": "-", "near": ":", "far": "-."}
 
 

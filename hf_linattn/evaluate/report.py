@@ -15,7 +15,7 @@ from ..utils.html import html_page
 from ..utils.labels import attention_text, checkpoint_name
 from ..utils.machine import machine_text
 from ..utils.markdown import interval_text, table
-from .models import EXTENDED, TRUNCATED
+from .models import CHUNKS, EXTENDED, TRUNCATED
 from .plots import draw_plots, slug
 
 FORMAT_VERSION = 1
@@ -145,6 +145,11 @@ def column_table(report: dict[str, Any]) -> str:
     for column in report["columns"]:
         if column["kind"] == "truncated":
             what = f"the checkpoint as it is; it reads the first {report['base']['max_length']:,} tokens"
+        elif column["kind"] == "chunks":
+            what = (
+                f"the checkpoint as it is, over chunks of {report['base']['max_length']:,} tokens; their embeddings "
+                "averaged by tokens"
+            )
         elif column["kind"] == "extended":
             what = "the checkpoint with more positions, as the conversions have them; it reads everything"
         else:
@@ -244,7 +249,8 @@ def crossovers(report: dict[str, Any]) -> dict[str, float | None]:
     for row in report["footprint"]:
         seconds.setdefault(row["column"], {})[row["length"]] = row["seconds"]
     softmax = seconds.pop(EXTENDED, {})
-    seconds.pop(TRUNCATED, None)
+    for name in (TRUNCATED, CHUNKS):
+        seconds.pop(name, None)
     result: dict[str, float | None] = {}
     for column, times in seconds.items():
         ratios = [(n, log(times[n] / softmax[n])) for n in sorted(times) if n in softmax]
@@ -319,7 +325,7 @@ def card_section(report: dict[str, Any], column: str) -> str:
     names = [c["name"] for c in report["columns"]]
     if column not in names:
         raise ValueError(f"column={column!r} is not in the report; it has {', '.join(map(repr, names))}.")
-    shown = {column, TRUNCATED, EXTENDED, f"{column}, near only", f"{column}, far only"}
+    shown = {column, TRUNCATED, CHUNKS, EXTENDED, f"{column}, near only", f"{column}, far only"}
 
     def only(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         return [row for row in rows if row[key] in shown]

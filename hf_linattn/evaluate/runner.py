@@ -34,6 +34,7 @@ class Runner:
         max_length: longest document in tokens.
         batch_tokens: most tokens of one batch.
         pad_token_id: of the tokenizer.
+        special_tokens: token ids that the tokenizer puts before and after a text.
         folder: where embeddings are kept.
         position_extension, dtype: as in `load_model`.
     """
@@ -48,6 +49,7 @@ class Runner:
         max_length: int,
         batch_tokens: int,
         pad_token_id: int | None,
+        special_tokens: tuple[list[int], list[int]] = ([], []),
         folder: Path,
         position_extension: str = "repeat",
         dtype: str | None = None,
@@ -60,6 +62,7 @@ class Runner:
             "dtype": dtype,
         }
         self._batch_tokens, self._pad_token_id, self._folder = batch_tokens, pad_token_id, folder
+        self._special_tokens = special_tokens
         self._model: nn.Module | None = None
 
     @property
@@ -70,7 +73,8 @@ class Runner:
     @cached_property
     def key(self) -> str:
         """Changes when what this model computes changes."""
-        options = "" if self.compared.kind == "truncated" else str(sorted(self._options.items()))
+        of_own_length = self.compared.kind in ("truncated", "chunks")
+        options = "" if of_own_length else str(sorted(self._options.items()))
         options += str(self._options["dtype"])
         return fingerprint(self.compared, self.base, self.seed) + hashlib.sha256(options.encode()).hexdigest()[:8]
 
@@ -107,10 +111,23 @@ class Runner:
     def embed(self, documents: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
         """Embeddings (documents, dim) of token ids, float32; each document is read once, and its embedding kept.
 
+        Softmax in chunks averages the embeddings of a document's chunks, each with the weight of its tokens.
+
         Args:
-            documents: token ids of each.
-            pooling: "mean" over real tokens, or "cls", the first token.
+            documents: token ids of each, special tokens included.
+            pooling: "mean" over valid tokens, or "cls", the first token.
         """
+        if self.compared.kind == "chunks":
+            own = base_length(self.base)
+            parts = [in_chunks(document, own, self._special_tokens) for document in documents]
+            embeddings = self._embed([chunk for chunks in parts for chunk in chunks], pooling)
+            tokens = np.array([len(chunk) for chunks in parts for chunk in chunks], dtype=np.float32)
+            starts = np.cumsum([0, *(len(chunks) for chunks in parts[:-1])])
+            totals = np.add.reduceat(embeddings * tokens[:, None], starts)
+            return totals / np.add.reduceat(tokens, starts)[:, None]
+        return self._embed(documents, pooling)
+
+    def _embed(self, documents: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
         path = self._folder / f"{self.key}.safetensors"
         kept: dict[str, np.ndarray] = load_file(path) if path.is_file() else {}
         names = [_name(document, pooling) for document in documents]
@@ -128,6 +145,24 @@ class Runner:
                 _save(kept, path)
         PartialState().wait_for_everyone()
         return np.stack([kept[name] for name in names])
+
+
+def in_chunks(document: Sequence[int], length: int, special_tokens: tuple[list[int], list[int]]) -> list[list[int]]:
+    """A document as consecutive chunks of at most `length` tokens, each with the special tokens.
+
+    One that fits is left as it is.
+
+    Raises:
+        ValueError: the special tokens leave no room.
+    """
+    if len(document) <= length:
+        return [list(document)]
+    before, after = special_tokens
+    text = document[len(before) : len(document) - len(after)]
+    room = length - len(before) - len(after)
+    if room < 1:
+        raise ValueError(f"{len(before) + len(after)} special tokens leave no room in chunks of {length} tokens.")
+    return [[*before, *text[start : start + room], *after] for start in range(0, len(text), room)]
 
 
 def _name(document: Sequence[int], pooling: str) -> str:

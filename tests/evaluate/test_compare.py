@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from safetensors.numpy import load_file
 from transformers import AutoModel, BertTokenizerFast
 
 from hf_linattn import LinformerConfig, PerformerConfig, convert, convert_checkpoint
@@ -26,11 +27,20 @@ from hf_linattn.evaluate.batches import run_batches
 from hf_linattn.evaluate.compare import CompareConfig, compare
 from hf_linattn.evaluate.footprint import Footprint
 from hf_linattn.evaluate.metrics import load_metric
-from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, ComparedModel, compared_models, load_model, load_tokenizer
+from hf_linattn.evaluate.models import (
+    CHUNKS,
+    EXTENDED,
+    TRUNCATED,
+    ComparedModel,
+    compared_models,
+    load_model,
+    load_tokenizer,
+)
 from hf_linattn.evaluate.report import card_section, crossovers, load_report, markdown
+from hf_linattn.evaluate.runner import Runner, in_chunks
 from hf_linattn.evaluate.tasks import TASKS, TaskConfig
 from hf_linattn.evaluate.tasks.base import Metric
-from hf_linattn.evaluate.tasks.embeddings import neighbor_correlation
+from hf_linattn.evaluate.tasks.embeddings import neighbor_correlation, normalized
 from hf_linattn.evaluate.tasks.language_modeling import token_nll, windows
 from hf_linattn.evaluate.tasks.passkey_probe import PasskeyProbe
 from hf_linattn.evaluate.tasks.retrieval import ranking_quality
@@ -42,6 +52,9 @@ from ..helpers import POSITIONS, VOCABULARY, save_tokenizer, tiny_model
 
 JOINED = LinformerConfig(projection="learned", projection_length=4, window_size=8, global_tokens=1)
 NO_FOOTPRINT = CompareConfig(footprint=False, resamples=50)
+
+
+SOFTMAX = (TRUNCATED, CHUNKS, EXTENDED)
 
 
 def words(count: int, seed: int, low: int = 5, high: int = VOCABULARY) -> str:
@@ -103,7 +116,7 @@ def test_columns_of_a_probe(encoder: str, corpus: Path, tmp_path: Path) -> None:
         config=NO_FOOTPRINT,
     )
     columns = [column["name"] for column in report["columns"]]
-    assert columns == [TRUNCATED, EXTENDED, "pure", "joined", "joined, near only", "joined, far only"]
+    assert columns == [TRUNCATED, CHUNKS, EXTENDED, "pure", "joined", "joined, near only", "joined, far only"]
     task = report["tasks"][0]
     assert set(task["higher_is_better"]) == {"accuracy", "macro F1", "accuracy, unseen groups"}
     assert task["data"]["documents"] == 24 and task["data"]["empty_left_out"] == 1
@@ -114,7 +127,7 @@ def test_columns_of_a_probe(encoder: str, corpus: Path, tmp_path: Path) -> None:
     # the classes share no words, and so even random weights tell them apart
     assert min(accuracy.values()) > 0.6 and np.mean(list(accuracy.values())) > 0.75
     # up to the checkpoint's own length truncated and extended are the same model
-    assert accuracy[TRUNCATED, 32] == accuracy[EXTENDED, 32]
+    assert accuracy[TRUNCATED, 32] == accuracy[EXTENDED, 32] == accuracy[CHUNKS, 32]
     for cell in task["cells"]:
         for numbers in cell["metrics"].values():
             assert numbers["low"] <= numbers["value"] <= numbers["high"]
@@ -239,11 +252,52 @@ def test_columns_and_lengths_are_added_to_a_task(encoder: str, corpus: Path, tmp
     report = run("two", [16, 24])
     assert len(report["tasks"]) == 1 and report["tasks"][0]["lengths"] == [16, 24]
     found = values(report, "cosine to extended softmax")
-    assert set(found) == {("one", 16)} | {(name, n) for name in (TRUNCATED, EXTENDED, "two") for n in (16, 24)}
+    assert set(found) == {("one", 16)} | {(name, n) for name in (*SOFTMAX, "two") for n in (16, 24)}
     assert found["one", 16] == found["two", 16]
     # other documents: what was measured before no longer stands beside them
     fewer = values(run("three", [16], max_documents=9), "cosine to extended softmax")
-    assert set(fewer) == {(name, 16) for name in (TRUNCATED, EXTENDED, "three")}
+    assert set(fewer) == {(name, 16) for name in (*SOFTMAX, "three")}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_chunks_are_averaged_by_tokens(encoder: str, tmp_path: Path, pooling: str) -> None:
+    columns = {column.name: column for column in compared_models(encoder, {}, chunks=True)}
+    options: dict[str, Any] = {"seed": 0, "auto_class": "AutoModel", "max_length": 200, "batch_tokens": 256}
+    options |= {"pad_token_id": 0, "special_tokens": ([2], [3]), "folder": tmp_path}
+    chunks, whole = (Runner(columns[name], encoder, **options) for name in (CHUNKS, TRUNCATED))
+    text = [5 + i % 20 for i in range(150)]
+    room = POSITIONS - 2
+    parts = [[2, *text[start : start + room], 3] for start in range(0, 150, room)]
+    assert in_chunks([2, *text, 3], POSITIONS, ([2], [3])) == parts and len(parts) > 2
+    short = [2, *text[:10], 3]
+    embedded = chunks.embed([short, [2, *text, 3]], pooling)
+    expected = np.average(whole.embed(parts, pooling), axis=0, weights=[len(part) for part in parts])
+    assert np.allclose(embedded[1], expected, atol=1e-5)
+    # what fits is read as it is
+    assert np.allclose(embedded[0], whole.embed([short], pooling)[0], atol=1e-6)
+
+
+def test_chunks_can_be_left_out_and_need_embeddings(encoder: str, corpus: Path, tmp_path: Path) -> None:
+    settings = {"data": data(corpus), "task_config": TaskConfig(lengths=[16], truncate=True)}
+    config = replace(NO_FOOTPRINT, chunks=False)
+    report = compare(encoder, {}, "embeddings", tmp_path / "left out", config=config, **settings)
+    assert [column["name"] for column in report["columns"]] == [TRUNCATED, EXTENDED]
+    report = compare(encoder, {}, "masked-lm", tmp_path / "masked", config=NO_FOOTPRINT, **settings)
+    assert [column["name"] for column in report["columns"]] == [TRUNCATED, EXTENDED]
+
+
+def test_crowding_is_the_mean_cosine_to_the_others(encoder: str, corpus: Path, tmp_path: Path) -> None:
+    report = compare(
+        encoder, {}, "embeddings", tmp_path, data=data(corpus), task_config=TaskConfig(lengths=[16], truncate=True),
+        config=NO_FOOTPRINT,
+    )  # fmt: skip
+    (path,) = [p for p in (tmp_path / "embeddings").iterdir() if len(load_file(p)) > 1][:1]
+    vectors = normalized(np.stack(list(load_file(path).values())))
+    pairs = (vectors @ vectors.T)[~np.eye(len(vectors), dtype=bool)]
+    found = values(report, "mean cosine to the other documents")
+    # within their own length all three are the same model
+    assert found[TRUNCATED, 16] == pytest.approx(float(pairs.mean()), abs=1e-4)
+    assert found[TRUNCATED, 16] == pytest.approx(found[EXTENDED, 16], abs=1e-5)
 
 
 def test_seeds_are_one_column(encoder: str, corpus: Path, tmp_path: Path) -> None:
@@ -461,7 +515,7 @@ def test_footprint_and_fidelity(encoder: str, corpus: Path, tmp_path: Path) -> N
         task_config=TaskConfig(lengths=[16], truncate=True), config=config,
     )  # fmt: skip
     measured = [(row["column"], row["length"]) for row in report["footprint"]]
-    assert sorted(measured) == sorted([(EXTENDED, 16), (TRUNCATED, 16), ("joined", 16)])
+    assert sorted(measured) == sorted([*((name, 16) for name in SOFTMAX), ("joined", 16)])
     assert all(row["seconds"] > 0 for row in report["footprint"])
     assert [row["layer"] for row in report["fidelity"]] == list(range(len(report["fidelity"])))
     assert (tmp_path / "footprint.png").is_file() and (tmp_path / "fidelity.png").is_file()
@@ -665,12 +719,12 @@ def test_interrupted_while_time_is_measured(
     with pytest.raises(error):
         compare(encoder, {}, "embeddings", tmp_path, config=CompareConfig(resamples=20), **call)
     report = load_report(tmp_path / "report.json")
-    assert len(values(report, "rank correlation")) == 2
+    assert len(values(report, "rank correlation")) == 3
     assert [row["column"] for row in report["footprint"]] == [EXTENDED]
     assert (tmp_path / "report.md").is_file()
     again = compare(encoder, {}, "embeddings", tmp_path, config=CompareConfig(resamples=20), **call)
-    assert {row["column"] for row in again["footprint"]} == {EXTENDED, TRUNCATED}
-    assert calls == [EXTENDED, TRUNCATED, TRUNCATED]
+    assert {row["column"] for row in again["footprint"]} == set(SOFTMAX)
+    assert calls == [EXTENDED, TRUNCATED, TRUNCATED, CHUNKS]
 
 
 # Interrupted in the second cell, in a process of its own.

@@ -120,6 +120,8 @@ class Task:
     name: ClassVar[str]
     auto_class: ClassVar[str] = "AutoModel"
     needs_data: ClassVar[bool] = True
+    #: whether a document is read as one embedding, which may be the average of those of its chunks
+    reads_embeddings: ClassVar[bool] = False
     #: names of the options that the outcomes depend on, beside the lengths
     used: ClassVar[tuple[str, ...]] = ()
     config: TaskOptions
@@ -160,7 +162,7 @@ class Task:
         return [self.name, self.settings(), self.documents()]
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
@@ -173,7 +175,7 @@ class DocumentTask(Task):
 
     def __init__(self, config: TaskOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, data, tokenizer)
-        self._prefix, self._suffix = _special_tokens(tokenizer)
+        self._prefix, self._suffix = special_tokens_of(tokenizer)
         self._documents = self._load()
         self._ids = self.tokenize([document.text for document in self._documents])
 

@@ -28,9 +28,11 @@ class Embeddings(DocumentTask):
     """Cosine of each document's embedding to that of extended softmax, and rank correlation of its neighbors.
 
     The rank correlation is Spearman's, of one document's cosines to all the others, and then the mean over documents.
+    The mean of these cosines themselves tells how crowded the embeddings are: a threshold of similarity moves with it.
     """
 
     name = "embeddings"
+    reads_embeddings = True
     used = ("pooling",)
     config: EmbeddingOptions
 
@@ -38,6 +40,7 @@ class Embeddings(DocumentTask):
         return [
             metric("mean", ("cosine",), called="cosine to extended softmax", higher_is_better=True),
             metric("mean", ("rank_correlation",), called="rank correlation", higher_is_better=True),
+            metric("mean", ("crowding",), called="mean cosine to the other documents", higher_is_better=False),
         ]
 
     def outcomes(self, runner: Runner, reference: Runner, length: int) -> Outcomes:
@@ -47,6 +50,8 @@ class Embeddings(DocumentTask):
         return {
             "cosine": (ours * theirs).sum(1).tolist(),
             "rank_correlation": neighbor_correlation(ours, theirs).tolist(),
+            # without the document itself, whose cosine is 1
+            "crowding": ((ours @ ours.sum(0) - 1) / (len(ours) - 1)).tolist(),
         }
 
 

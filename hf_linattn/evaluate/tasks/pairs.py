@@ -45,6 +45,7 @@ class Pairs(DocumentTask):
     """
 
     name = "pairs"
+    reads_embeddings = True
     used = ("pooling", "folds", "regularization", "seed", "pair_columns", "pair_texts", "max_pair_texts")
     config: PairsOptions
 

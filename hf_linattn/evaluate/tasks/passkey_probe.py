@@ -32,6 +32,7 @@ class PasskeyProbe(DocumentTask):
     """
 
     name = "passkey-probe"
+    reads_embeddings = True
     used = ("examples", "depth", "min_distance", "folds", "regularization", "seed")
     config: PasskeyProbeOptions
 

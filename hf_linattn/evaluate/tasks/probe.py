@@ -68,6 +68,7 @@ class Probe(DocumentTask):
     """
 
     name = "probe"
+    reads_embeddings = True
     used = ("pooling", "folds", "regularization", "seed", "test_dataset", "test_split")
     config: ProbeOptions
 
