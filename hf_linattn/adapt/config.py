@@ -1,6 +1,6 @@
 """The settings of an adaptation. The defaults are what did best so far on a sentence encoder of 23M parameters."""
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from ..modeling.validation import check_bool, check_choice, check_integer, check_number
@@ -19,11 +19,11 @@ class AdaptConfig:
         ValueError: a field has a value that is not allowed; the message names it.
     """
 
-    transfer_steps: int = field(
-        default=150,
+    transfer_steps: int | None = field(
+        default=None,
         metadata={
-            "help": "Steps of attention transfer: each layer learns its own softmax output. 0 does best where there is "
-            "a window with the first token."
+            "help": "Steps of attention transfer: each layer learns its own softmax output. Default: 0 for models with "
+            "a window, else 150."
         },
     )
     distil_steps: int = field(
@@ -73,11 +73,19 @@ class AdaptConfig:
         default=1e-4,
         metadata={"help": "Learning rate of projections in the later stages. Convolutions take more (1e-2)."},
     )
-    query_key_lr: float = field(
-        default=2e-4, metadata={"help": "Learning rate of query and key weights in the later stages. 0 keeps them."}
+    query_key_lr: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of query and key weights in the later stages. 0 keeps them. Default: 2e-4, in "
+            "distillation of a model with a window 1e-4."
+        },
     )
-    learning_rate: float = field(
-        default=2e-5, metadata={"help": "Learning rate of all other weights in the later stages. 0 keeps them."}
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of all other weights in the later stages. 0 keeps them. Default: 2e-5, in "
+            "distillation of a model with a window 1e-5."
+        },
     )
     train_embeddings: bool = field(
         default=False,
@@ -151,7 +159,7 @@ class AdaptConfig:
             self._check(f)
         if bool(self.task_steps) != (self.task is not None):
             raise ValueError(f"task_steps={self.task_steps} and task={self.task!r}: give both, or neither.")
-        if not any(steps for _, steps in self.stages()):
+        if self.transfer_steps is not None and not self.stages():
             raise ValueError("transfer_steps, distil_steps and task_steps are all 0: there is nothing to train.")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
@@ -184,8 +192,23 @@ class AdaptConfig:
         if "choices" in f.metadata:
             check_choice(owner, name, value, f.metadata["choices"])
 
+    def for_model(self, *, window: bool) -> "AdaptConfig":
+        """The settings with the defaults of a model with or without a window in place of None.
+
+        Raises:
+            ValueError: nothing is left to train.
+        """
+        # a model with a window is close to its base from the start, and small steps keep it so; a task is new to both
+        small = window and self.task is None
+        defaults: dict[str, Any] = {
+            "transfer_steps": 0 if window else 150,
+            "query_key_lr": 1e-4 if small else 2e-4,
+            "learning_rate": 1e-5 if small else 2e-5,
+        }
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
     def stages(self) -> list[tuple[str, int]]:
-        """Names and steps of the stages, in their order."""
+        """Names and steps of the stages, in their order. Only `for_model` tells whether there is a transfer."""
         steps = (("transfer", self.transfer_steps), ("distil", self.distil_steps), ("task", self.task_steps))
         return [(name, count) for name, count in steps if count]
 

@@ -36,13 +36,17 @@ def group_of(name: str) -> str:
 
 
 def learning_rates(config: AdaptConfig, stage: str) -> dict[str, float]:
-    """Group -> peak learning rate; a group without one, or with 0, is not trained."""
+    """Group -> peak learning rate; a group without one, or with 0, is not trained.
+
+    The settings are complete (`AdaptConfig.for_model`).
+    """
     if stage == "transfer":
         return {
             "features": config.transfer_feature_lr,
             "projections": config.transfer_projection_lr,
             "query_key": config.transfer_query_key_lr,
         }
+    assert config.query_key_lr is not None and config.learning_rate is not None
     return {
         "features": config.feature_lr,
         "projections": config.projection_lr,
