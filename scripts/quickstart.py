@@ -29,11 +29,11 @@ from hf_linattn.evaluate.report import task_tables
 
 LENGTH, LENGTHS = 2048, [512, 2048]
 # linear attention in short documents too: its quality is measured there as well
-ATTENTION = LinformerConfig(projection="learned", projection_length=64, window_size=64, global_tokens=1, exact_length=0)
-# beside a window, projections bear larger steps than alone
-TRAINING = AdaptConfig(transfer_steps=0, distil_steps=60, projection_lr=1e-3, eval_sequences=8, eval_steps=30)
+ATTENTION = LinformerConfig(window_size=64, global_tokens=1, projection_length=128, exact_length=0)
+# whole documents: what is far matters in long ones only
+TRAINING = AdaptConfig(distil_steps=60, sequence_length=LENGTH, batch_size=1, eval_sequences=4, eval_steps=30)
 
-# What someone without the package runs: the modelling files travel with the checkpoint.
+# What someone without the package runs: the modeling files travel with the checkpoint.
 RELOAD = """
 import sys
 sys.modules["hf_linattn"] = None  # as if it were not installed
