@@ -184,7 +184,7 @@ def passkeys(
             Path(place) / "report",
             data=DataConfig(dataset="topics"),
             task_config=TaskConfig(lengths=[512], examples=examples),
-            config=CompareConfig(branches=False),
+            config=CompareConfig(branches=False, chunks=False),
         )
     return {cell["column"]: cell["metrics"]["accuracy"] for cell in report["tasks"][0]["cells"]}
 
