@@ -1,5 +1,6 @@
 """Every Python example of README and docs runs, page by page, with tiny models in place of those on the Hub."""
 
+import importlib
 import json
 import re
 import string
@@ -98,6 +99,15 @@ def test_there_are_examples() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_reference_has_every_public_name() -> None:
+    reference = (ROOT / "docs" / "reference.rst").read_text()
+    for package in ("", ".adapt", ".analyze", ".data", ".evaluate", ".publish"):
+        module = importlib.import_module(f"hf_linattn{package}")
+        # tables, such as TASKS, are not called
+        names = [name for name in module.__all__ if not name.isupper()]
+        assert names and not [name for name in names if not re.search(rf":: (\S+\.)?{name}$", reference, re.MULTILINE)]
 
 
 def test_every_link_leads_somewhere() -> None:

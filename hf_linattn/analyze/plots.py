@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..utils.figures import save_figure
+from ..utils.figures import REFERENCE, STYLES, annotate, legend_below, save_figure
 from .analysis import Analysis
 from .suggest import Suggestion, described
 
@@ -15,8 +15,8 @@ _MAPS = 4
 
 #: name of a plot -> what it shows, for those who do not see it
 ALT_TEXTS = {
-    "spectrum": "singular values of the attention matrix of each layer, largest first",
-    "energy": "share of the energy in the leading singular values of each layer",
+    "spectrum": "singular values of the attention matrix by layer, largest first",
+    "energy": "share of the energy in the leading singular values by layer",
     "errors": "relative error of each setting by layer",
     "quality-cost": "loss of each setting against what it costs, relative to softmax",
 }
@@ -40,31 +40,29 @@ def draw_plots(analysis: Analysis, folder: Path, suggestion: Suggestion | None =
 
 
 def _curves(analysis: Analysis, kind: str, path: Path) -> Path:
-    """Singular values, or the energy that the first of them hold: one line for each layer, mean over heads."""
+    """Singular values, or the energy that the first of them hold: a line for some layers, mean over heads."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4))
-    colours = plt.get_cmap("viridis")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    # from the first layer to the last
+    steps = min(len(STYLES), analysis.layers)
+    layers = [analysis.statistics[round(i * (analysis.layers - 1) / max(steps - 1, 1))] for i in range(steps)]
     for axes, name, title in zip(panels, ("logit", "attention"), ("q k^T", "softmax(q k^T)"), strict=True):
-        for layer in analysis.statistics:
+        for layer, style in zip(layers, STYLES, strict=False):
             values = getattr(layer, f"{name}_{kind}")
             shown = [(i, value) for i, value in enumerate(values, start=1) if kind == "energy" or value > _SMALLEST]
-            colour = colours(layer.layer / max(analysis.layers - 1, 1))
-            axes.plot(*zip(*shown, strict=True), color=colour, label=f"layer {layer.layer}")
-        axes.axvline(analysis.head_dim, color="0.4", linestyle="--", linewidth=1)
-        axes.text(analysis.head_dim, 1.0, " head_dim", color="0.4", va="bottom", fontsize=8)
-        axes.set_xscale("log")
-        axes.set_title(title)
-        axes.set_xlabel("singular value, by size")
+            # few enough markers to tell them apart
+            every = sorted({round(len(shown) ** (i / 8)) - 1 for i in range(9)})
+            label = f"layer {layer.layer}"
+            axes.plot(*zip(*shown, strict=True), label=label, markevery=every, markersize=5, **style)
+        axes.axvline(analysis.head_dim, label="size of a head", **REFERENCE)
+        axes.set(xscale="log", title=title, xlabel="singular value, by size")
         axes.grid(alpha=0.3)
-        if kind == "spectrum":
-            axes.set_yscale("log")
+        axes.spines[["top", "right"]].set_visible(False)
+    if kind == "spectrum":
+        panels[0].set_yscale("log")
     panels[0].set_ylabel("relative to the first" if kind == "spectrum" else "share of the energy up to it")
-    if analysis.layers <= 12:
-        panels[1].legend(fontsize=8)
-    else:
-        scale = plt.cm.ScalarMappable(plt.Normalize(0, analysis.layers - 1), colours)
-        figure.colorbar(scale, ax=panels[1], label="layer")
+    panels[0].legend(fontsize=9, loc="lower left" if kind == "spectrum" else "lower right")
     return save_figure(figure, path)
 
 
@@ -92,28 +90,31 @@ def _quality(analysis: Analysis, suggestion: Suggestion | None, path: Path) -> P
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
-    uniform = [
-        (candidate, described(analysis, (candidate.name,) * analysis.layers)) for candidate in analysis.candidates
-    ]
     for axes, unit in zip(panels, ("time", "operations"), strict=True):
-        for candidate, cost in uniform:
+        points = {}
+        for candidate in analysis.candidates:
+            cost = described(analysis, (candidate.name,) * analysis.layers)
             # next to nothing is drawn at the edge
-            loss = max(candidate.uniform_loss, 1e-6)
-            axes.plot(getattr(cost, unit), loss, "o", color="C0")
-            axes.annotate(
-                candidate.name, (getattr(cost, unit), loss), fontsize=7, xytext=(4, 3), textcoords="offset points"
+            points[candidate.name] = (getattr(cost, unit), max(candidate.uniform_loss, 1e-6))
+        best = {n for n, (x, y) in points.items() if not any(a <= x and b < y for a, b in points.values())}
+        others = [point for name, point in points.items() if name not in best]
+        if others:
+            axes.plot(
+                *zip(*others, strict=True), "o", color="0.6", ms=4, label="another costs as little and loses less"
             )
+        style = {**STYLES[0], "linestyle": "none"}
+        axes.plot(*zip(*(points[name] for name in best), strict=True), label="one setting in all layers", **style)
         if suggestion is not None:
-            axes.plot(getattr(suggestion, unit), max(suggestion.expected_loss, 1e-6), "*", color="C3", markersize=14)
-        axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1)
-        axes.set_yscale("log")
+            found = (getattr(suggestion, unit), max(suggestion.expected_loss, 1e-6))
+            style = {**STYLES[1], "linestyle": "none", "marker": "*", "markersize": 14}
+            axes.plot(*found, label="suggestion (expected)", **style)
+        axes.axvline(1.0, label="softmax", **REFERENCE)
         # room for the last names
-        axes.margins(x=0.12)
-        axes.set_xlabel(f"{unit} of the model, softmax = 1, at {analysis.length:,} tokens")
+        axes.margins(x=0.15, y=0.1)
+        axes.set(yscale="log", xlabel=f"{unit} of the model, softmax = 1, at {analysis.length:,} tokens")
         axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        annotate(axes, {name: points[name] for name in sorted(best, key=lambda name: points[name][1])})
     panels[0].set_ylabel(analysis.measure)
-    if suggestion is not None:
-        panels[0].plot([], [], "*", color="C3", markersize=12, label="suggestion (expected)")
-        panels[0].plot([], [], "o", color="C0", label="one setting in all layers")
-        panels[0].legend(fontsize=8)
+    legend_below(panels[0])
     return save_figure(figure, path)

@@ -22,10 +22,7 @@ COMMANDS = {
     "push": "Publish a converted checkpoint on the Hub, with a model card.",
 }
 
-
-#: Where the page of each command is.
-DOCS = "https://github.com/hf-linattn/hf-linattn/blob/main/docs/how-to"
-# command -> its page, where that has another name
+# command -> its page in docs/how-to, where that has another name
 _PAGES = {"push": "publish"}
 
 
@@ -67,7 +64,11 @@ def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleTy
         )
         if name == asked:
             module = importlib.import_module(f".{name}", __package__)
-            parts = (description, getattr(module, "START", ""), f"documentation: {DOCS}/{_PAGES.get(name, name)}.md")
+            parts = (
+                description,
+                getattr(module, "START", ""),
+                f"documentation: docs/how-to/{_PAGES.get(name, name)}.md",
+            )
             command.description = "\n\n".join(part for part in parts if part)
             module.add_arguments(command)
             command.check_names(arguments[arguments.index(name) + 1 :])

@@ -16,7 +16,7 @@ from ..utils.labels import attention_text, checkpoint_name
 from ..utils.machine import machine_text
 from ..utils.markdown import interval_text, table
 from .models import CHUNKS, EXTENDED, TRUNCATED
-from .plots import draw_plots, slug
+from .plots import ALT_TEXTS, draw_plots, slug
 
 FORMAT_VERSION = 1
 _MIB = 1024 * 1024
@@ -120,18 +120,17 @@ def markdown(report: dict[str, Any], plots: Sequence[Path] = ()) -> str:
     ]
     for task in report["tasks"]:
         parts += [f"## {task['name']}", task_text(task), *(table for table in task_tables(task))]
-        if picture := pictures.get(f"quality-{slug(task['name'])}"):
-            parts.append(f"![{task['name']} of each model by length, with 95% intervals]({picture})")
-        if picture := pictures.get(f"position-{slug(task['name'])}"):
-            parts.append(f"![{task['name']} of each model by position in the document]({picture})")
+        for kind in ("quality", "parts", "position"):
+            if picture := pictures.get(f"{kind}-{slug(task['name'])}"):
+                parts.append(f"![{task['name']}: {ALT_TEXTS[kind]}]({picture})")
     if report["footprint"]:
         parts += ["## Time and memory", footprint_text(report), *footprint_tables(report)]
         if "footprint" in pictures:
-            parts.append(f"![time and peak memory of each model by length]({pictures['footprint']})")
+            parts.append(f"![{ALT_TEXTS['footprint']}]({pictures['footprint']})")
     if report["fidelity"]:
         parts += ["## How near each layer stays to softmax", FIDELITY_TEXT, fidelity_table(report)]
         if "fidelity" in pictures:
-            parts.append(f"![relative error of attention by layer]({pictures['fidelity']})")
+            parts.append(f"![{ALT_TEXTS['fidelity']}]({pictures['fidelity']})")
     optional = {"footprint": "time and memory", "fidelity": "error by layer"}
     if missing := [name for rows, name in optional.items() if not report[rows]]:
         parts.append(f"Not measured: {', '.join(missing)}.")
