@@ -31,6 +31,7 @@ from transformers.utils import logging
 from common import write_report
 from decoding import caches, state_bytes, step
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn.utils.figures import SOFTMAX, STYLES, legend_below, length_axis
 from measure import GIB, MIB, free_memory, limit_memory, process_peak
 
 #: What is compared. None is softmax.
@@ -156,30 +157,27 @@ def plot(report: dict[str, Any]) -> Figure:
     """Decoding time and state by position, and time and memory of a training step."""
     names, decoding, training = report["settings"], report["decode"] or {}, report["train"] or {}
     rows = [draw for draw, results in ((_plot_decoding, decoding), (_plot_training, training)) if results]
-    figure, panels = plt.subplots(len(rows), 2, figsize=(12, 4 * len(rows)), squeeze=False)
-    colors = dict(zip(names, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    figure, panels = plt.subplots(len(rows), 2, figsize=(12, 4.8 * len(rows)), squeeze=False)
+    styles = dict(zip(sorted(names, key=lambda name: SETTINGS[name] is not None), (SOFTMAX, *STYLES), strict=False))
     for draw, axes in zip(rows, panels, strict=True):
-        draw(report, colors, axes)
+        draw(report, styles, axes)
     return figure
 
 
-def _plot_decoding(report: dict[str, Any], colors: dict[str, str], panels: Any) -> None:
+def _plot_decoding(report: dict[str, Any], styles: dict[str, dict[str, Any]], panels: Any) -> None:
     for axes, key, scale, label in (
         (panels[0], "seconds", 1e3, "decoding, ms per token"),
         (panels[1], "state_bytes", 1 / MIB, "state, MiB"),
     ):
         for name, cells in report["decode"].items():
             values = [cell[key] * scale for cell in cells]
-            axes.plot([cell["position"] for cell in cells], values, marker="o", label=name, color=colors[name])
-        axes.set(xscale="log", yscale="log", xlabel="position", ylabel=label)
-        ticks = report["positions"]
-        axes.set_xticks(ticks, [f"{position:,}" for position in ticks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+            axes.plot([cell["position"] for cell in cells], values, label=name, **styles[name])
+        length_axis(axes, report["positions"], "position")
+        axes.set(yscale="log", ylabel=label)
+    legend_below(panels[0])
 
 
-def _plot_training(report: dict[str, Any], colors: dict[str, str], panels: Any) -> None:
+def _plot_training(report: dict[str, Any], styles: dict[str, dict[str, Any]], panels: Any) -> None:
     training = report["train"]
     rows = list(training)[::-1]
     ways = list(training[rows[0]])
@@ -191,7 +189,9 @@ def _plot_training(report: dict[str, Any], colors: dict[str, str], panels: Any) 
             places = [row + 0.4 * (len(ways) / 2 - index - 0.5) for row in range(len(rows))]
             values = [training[name][way].get(key, 0) * scale for name in rows]
             hatch = "//" if way == "with" and len(ways) > 1 else ""
-            bars = axes.barh(places, values, 0.38, color=[colors[name] for name in rows], alpha=0.8, hatch=hatch)
+            bars = axes.barh(
+                places, values, 0.38, color=[styles[name]["color"] for name in rows], alpha=0.8, hatch=hatch
+            )
             labels = [f"{value:.1f}" if value else training[rows[i]][way]["failed"] for i, value in enumerate(values)]
             axes.bar_label(bars, labels, padding=3, fontsize=8)
         axes.set_yticks(range(len(rows)), rows)

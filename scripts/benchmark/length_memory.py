@@ -26,6 +26,7 @@ from transformers.utils import logging
 from common import write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.conversion.positions import extend_positions
+from hf_linattn.utils.figures import SOFTMAX, STYLES, legend_below, length_axis
 from measure import MIB, process_peak
 
 SETTINGS: dict[str, AttentionConfig | None] = {
@@ -109,18 +110,18 @@ def markdown(results: dict[str, dict[int, dict[str, float]]], lengths: list[int]
 
 
 def plot(results: dict[str, dict[int, dict[str, float]]], lengths: list[int]) -> Figure:
-    """Memory and time by length, both axes logarithmic."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
-    for axes, key, label in zip(
-        panels, ("peak_mib", "seconds"), ("peak memory beyond the model, MiB", "seconds"), strict=True
-    ):
-        for name, cells in results.items():
-            axes.plot(lengths, [cells[length][key] for length in lengths], marker="o", label=name)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    """How do memory and time grow with the length? Both axes logarithmic."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5.2))
+    labels = {"peak_mib": "peak memory beyond the model, MiB", "seconds": "seconds of a forward pass"}
+    for axes, (key, label) in zip(panels, labels.items(), strict=True):
+        softmax, *converted = results.items()
+        for (name, cells), style in zip((softmax, *converted), (SOFTMAX, *STYLES), strict=False):
+            # too little to be seen is left out: a logarithmic axis has no 0
+            points = [(length, cells[length][key]) for length in lengths if cells[length][key] > 1e-3]
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+        length_axis(axes, lengths)
+        axes.set(yscale="log", ylabel=label)
+    legend_below(panels[0])
     return figure
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from hf_linattn.utils.figures import REFERENCE, STYLES, legend_below, length_axis, panels_of
+from hf_linattn.utils.figures import SOFTMAX as SOFTMAX_STYLE
 from hf_linattn.utils.markdown import table
 from measure import MIB
 from rows import BY_NAME, CAUSAL_SOFTMAX, LIMIT, SOFTMAX, row_named
@@ -152,26 +154,60 @@ def notes(report: dict[str, Any]) -> list[str]:
     return said + [f"{name}: {error}" for name, error in sorted(failed)]
 
 
+def _kind(name: str) -> str:
+    """The panel of a row."""
+    row = row_named(name)
+    if row.config is None:
+        return "other packages and models"
+    return "decoders" if row.causal else "with a window" if "window_size" in row.config else "without a window"
+
+
 def plot(report: dict[str, Any]) -> Figure | None:
-    """Time by length, one panel per group."""
-    groups = {key: by_length for key, by_length in report["groups"].items() if by_length}
-    if not groups:
+    """How much faster than softmax is each row, and from which length on? A row of panels for each group.
+
+    Of whole models, how close they come to the limit.
+    """
+    kinds: dict[str, list[tuple[str, list[str]]]] = {}
+    for key, by_length in report["groups"].items():
+        by_kind: dict[str, list[str]] = {}
+        for name in names_of(by_length):
+            if name not in (SOFTMAX, CAUSAL_SOFTMAX, LIMIT):
+                by_kind.setdefault(_kind(name), []).append(name)
+        if by_kind and len(by_length) > 1:
+            kinds[key] = [(kind, part) for kind, names in by_kind.items() for part in panels_of(names)]
+    if not kinds:
         return None
-    figure, panels = plt.subplots(1, len(groups), figsize=(7 * len(groups), 6), squeeze=False)
-    for axes, (key, by_length) in zip(panels[0], groups.items(), strict=True):
-        lengths = sorted(by_length, key=int)
-        for index, name in enumerate(names_of(by_length)):
-            points = [(int(n), spread(c)) for n in lengths if (c := by_length[n].get(name, {})).get("seconds")]
-            if not points:
-                continue
-            middle = [1e3 * s[0] for _, s in points]
-            errors = [[1e3 * (s[0] - s[1]) for _, s in points], [1e3 * (s[2] - s[0]) for _, s in points]]
-            style = "--" if row_named(name).causal else "-"
-            color = plt.get_cmap("tab20")(index % 20)
-            axes.errorbar([n for n, _ in points], middle, errors, label=name, ls=style, marker="o", ms=3, color=color)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title_of(key, report["layers"]))
-        axes.set_xticks([int(n) for n in lengths], [f"{int(n):,}" for n in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    size = (len(kinds), max(map(len, kinds.values())))
+    figure, panels = plt.subplots(*size, figsize=(4.8 * size[1], 5.2 * size[0]), sharey="row", squeeze=False)
+    for row, (key, parts) in zip(panels, kinds.items(), strict=True):
+        by_length = report["groups"][key]
+        lengths = sorted(map(int, by_length))
+        model = BY_KEY[key].made == "model"
+
+        def points(name: str, by_length: Any = by_length, model: bool = model) -> list[tuple[int, float]]:
+            """Time over the limit's, or how many times as fast as softmax, by length."""
+            found = []
+            for length, group in sorted((int(n), group) for n, group in by_length.items()):
+                cell, other = group.get(name, {}), group.get(LIMIT if model else reference(name), {})
+                if cell.get("seconds") and other.get("seconds"):
+                    ratio = spread(cell)[0] / spread(other)[0]
+                    found.append((length, ratio if model else 1 / ratio))
+            return found
+
+        for axes, (kind, names) in zip(row, parts, strict=False):
+            if model and (softmax := points(SOFTMAX)):
+                axes.plot(*zip(*softmax, strict=True), label=SOFTMAX, **SOFTMAX_STYLE)
+            for name, style in zip(names, STYLES, strict=False):
+                if shown := points(name):
+                    axes.plot(*zip(*shown, strict=True), label=name, **style)
+            axes.axhline(1, label="the limit" if model else reference(names[0]), **REFERENCE)
+            axes.set(title=kind, yscale="log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
+            length_axis(axes, lengths)
+            legend_below(axes)
+        for axes in row[len(parts) :]:
+            axes.set_visible(False)
+        title = title_of(key, report["layers"])
+        row[0].set_ylabel(f"{title}\n{'times the limit' if model else 'times as fast as SDPA'}")
     return figure

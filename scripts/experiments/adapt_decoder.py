@@ -37,7 +37,7 @@ from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
-from hf_linattn.utils.figures import error_bars
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.files import write_text
 from hf_linattn.utils.markdown import interval_text
 from smollm2 import CACHE, smollm2_folder
@@ -148,23 +148,17 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Two panels of bars with their intervals: perplexity, and log-probability of what is repeated."""
-    figure, panels = plt.subplots(1, 2, figsize=(12, 0.45 * len(rows) + 1.4), sharey=True)
-    rows = rows[::-1]
+    """What do adaptation and each part do for perplexity, and for copying what is repeated?"""
+    figure, panels = plt.subplots(1, 2, figsize=(12, 0.45 * len(rows) + 2), sharey=True)
+    softmax, converted = rows[0], rows[1:]
     titles = {"perplexity": "perplexity (less is better)", "copied": "log-probability of a repeated token (nats)"}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
-        values = [Interval(**row[key]) for row in rows]
-        colors = ["#55a868", *["#4c72b0"] * (len(rows) - 1)][::-1]
-        axes.barh(
-            [row["setting"] for row in rows],
-            [v.value for v in values],
-            xerr=error_bars([astuple(v) for v in values]),
-            color=colors,
-            capsize=3,
-        )
+        values = [astuple(Interval(**row[key])) for row in converted]
+        draw_intervals(axes, [row["setting"] for row in converted], {"converted (95%)": values}, rows=True)
+        axes.axvline(Interval(**softmax[key]).value, label=softmax["setting"], **REFERENCE)
         axes.set_xlabel(title)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_xscale("log")
+    legend_below(panels[0], columns=2)
     return figure
 
 

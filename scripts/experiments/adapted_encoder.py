@@ -32,7 +32,7 @@ from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, conver
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import bootstrap_interval
-from hf_linattn.utils.figures import error_bars
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.files import write_text
 from hf_linattn.utils.machine import machine, machine_text
 from hf_linattn.utils.markdown import interval_text, table
@@ -195,22 +195,21 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any]) -> Figure:
-    """Three bars for each form, one panel for each kind of documents."""
-    rows, names = report["rows"][::-1], list(report["documents"])
+    """How near to softmax is each form before and after adaptation? A panel for each kind of documents."""
+    rows, names = report["rows"], list(report["documents"])
     figure, panels = plt.subplots(
-        1, len(names), figsize=(5.5 * len(names), 0.9 * len(rows) + 1.6), sharey=True, squeeze=False
+        1, len(names), figsize=(5.5 * len(names), 0.7 * len(rows) + 2), sharex=True, sharey=True, squeeze=False
     )
+    kinds = {"swap": "direct swap", "adapted": "adapted", "far off": "adapted, far part off"}
     for axes, name in zip(panels[0], names, strict=True):
-        for shift, kind, color in ((0.27, "swap", "0.6"), (0.0, "adapted", "C0"), (-0.27, "far off", "C1")):
-            places = [place + shift for place, row in enumerate(rows) if kind in row]
-            shown = [row[kind][name]["mean"] for row in rows if kind in row]
-            label = {"swap": "direct swap", "adapted": "adapted", "far off": "adapted, far part off"}[kind]
-            axes.barh(places, [v for v, *_ in shown], 0.27, xerr=error_bars(shown), color=color, label=label)
-        axes.set_yticks(range(len(rows)), [row["setting"] for row in rows])
-        axes.set_xlim(0.7, 1)
-        axes.set_title(name)
-        axes.set_xlabel("pooled cosine to the original")
-    panels[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=3)
+        series = {
+            label: [tuple(row[kind][name]["mean"]) if kind in row else None for row in rows]
+            for kind, label in kinds.items()
+        }
+        draw_intervals(axes, [row["setting"] for row in rows], series, rows=True)
+        axes.axvline(1, label="softmax", **REFERENCE)
+        axes.set(title=name, xlabel="pooled cosine to the original (95%)")
+    legend_below(panels[0][0], columns=4)
     return figure
 
 

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from common import embeddings, experiment_parser, mean, minilm_folder, texts_of, token_ids, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.machine import machine, machine_text
 from hf_linattn.utils.markdown import interval_text, table
 
@@ -37,17 +38,14 @@ SETTINGS: dict[str, AttentionConfig] = {
 
 
 def plot(rows: list[dict[str, Any]], names: list[str]) -> Figure:
-    """Two bars for each setting, one panel for each kind of documents."""
-    figure, panels = plt.subplots(1, len(names), figsize=(5.5 * len(names), 4.5), sharey=True, squeeze=False)
-    place = np.arange(len(rows))[::-1]
+    """How much nearer to softmax does calibration start? A panel for each kind of documents."""
+    figure, panels = plt.subplots(1, len(names), figsize=(5.5 * len(names), 5), sharex=True, sharey=True, squeeze=False)
     for axes, name in zip(panels[0], names, strict=True):
-        for shift, kind, color in ((0.2, "default", "0.6"), (-0.2, "calibrated", "C0")):
-            axes.barh(place + shift, [row[name][kind][0] for row in rows], 0.4, color=color, label=kind)
-        axes.set_yticks(place, [row["setting"] for row in rows])
-        axes.set_xlim(0, 1)
-        axes.set_title(name)
-        axes.set_xlabel("pooled cosine to the original")
-    panels[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=2)
+        series = {kind: [tuple(row[name][kind]) for row in rows] for kind in ("default", "calibrated")}
+        draw_intervals(axes, [row["setting"] for row in rows], series, rows=True)
+        axes.axvline(1, label="softmax", **REFERENCE)
+        axes.set(title=name, xlabel="pooled cosine to the original (95%)")
+    legend_below(panels[0][0], columns=3)
     return figure
 
 

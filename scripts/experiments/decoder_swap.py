@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from common import earlier_report, experiment_parser, keep_report, topic_documents, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from smollm2 import CACHE, smollm2_folder
 
 # Summaries stand for max_length / projection_length tokens, and SmolLM2's max_length is 8,192 whatever is read.
@@ -194,21 +195,22 @@ def markdown(rows: list[Row], notes: list[str]) -> str:
 
 
 def plot(rows: list[Row]) -> Figure:
-    """A bar per setting on a logarithmic scale, with the range over documents; a line at the original."""
-    figure, axes = plt.subplots(figsize=(10, 0.42 * len(rows) + 1.4))
-    rows = rows[::-1]
-    values = [row.perplexity for row in rows]
-    spread = [
-        [row.perplexity - min(row.by_document) for row in rows],
-        [max(row.by_document) - row.perplexity for row in rows],
-    ]
-    axes.barh([row.setting for row in rows], values, xerr=spread, color="#4c72b0", ecolor="black", capsize=3)
-    axes.axvline(values[-1], color="#c44e52", linestyle="--", linewidth=1)
-    for position, row in enumerate(rows):
-        axes.text(max(row.by_document) * 1.1, position, _number(row.perplexity), va="center", fontsize=9)
-    axes.set(xscale="log", xlim=(min(rows[-1].by_document) / 2, max(values) * 4), ylim=(-0.7, len(rows) - 0.3))
-    axes.set_xlabel("perplexity without training (line: original; range: over documents)")
-    axes.spines[["top", "right"]].set_visible(False)
+    """By how much does the swap raise the perplexity? Whole conversions, and those with one part switched off."""
+    off = ("far off", "window off")
+    panels = {
+        "whole attention": [row for row in rows[1:] if not any(part in row.setting for part in off)],
+        "one part switched off": [row for row in rows if any(part in row.setting for part in off)],
+    }
+    heights = [len(part) for part in panels.values()]
+    figure, axes_of = plt.subplots(2, 1, figsize=(9, 0.34 * len(rows) + 2.4), sharex=True, height_ratios=heights)
+    for axes, (title, part) in zip(axes_of, panels.items(), strict=True):
+        values = [(row.times_original, row.times_original_low, row.times_original_high) for row in part]
+        draw_intervals(axes, [row.setting for row in part], {"converted": values}, rows=True)
+        axes.axvline(1, label="softmax (original)", **REFERENCE)
+        axes.set(xscale="log", title=title)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes_of[1].set_xlabel("perplexity, times the original's, without training (95%)")
+    legend_below(axes_of[1], columns=2)
     return figure
 
 

@@ -43,10 +43,9 @@ from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.data import DataConfig
 from hf_linattn.evaluate import CompareConfig, TaskConfig, compare
 from hf_linattn.evaluate.intervals import bootstrap_interval
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.markdown import interval_text, table
 
-# marker and color of each kind of text
-_MARKERS = (("o", "#1b4f8a"), ("s", "#d98b1f"), ("^", "#555555"), ("D", "#9a3b6b"))
 JOINED = {"window_size": 64, "global_tokens": 1, "exact_length": 0}
 MOMENTS = {"init": "moments", "exact_length": 0}
 ROW_MOMENTS = {"init": "row_moments", "exact_length": 0}
@@ -210,31 +209,28 @@ def markdown(rows: list[Row], keys: dict[str, Any]) -> str:
 
 
 def plot(rows: list[Row]) -> Figure:
-    """A panel per length: each setting's cosine with its interval, a marker per kind of text."""
-    lengths = sorted({row.length for row in rows})
+    """How near is the pooled embedding to the original's? A column per length; a row without and one with a window."""
+    lengths, kinds = sorted({row.length for row in rows}), list(dict.fromkeys(row.texts for row in rows))
+    parts = [[n for n, config in SETTINGS.items() if bool(config.window_size) == window] for window in (False, True)]
     figure, panels = plt.subplots(
-        1, len(lengths), sharey=True, squeeze=False, figsize=(4 + 3.2 * len(lengths), 0.34 * len(SETTINGS) + 1.6)
+        len(parts),
+        len(lengths),
+        sharex="row",
+        sharey="row",
+        squeeze=False,
+        figsize=(4 + 3.4 * len(lengths), 0.38 * len(SETTINGS) + 2.4),
+        height_ratios=[len(part) for part in parts],
     )
-    names = list(SETTINGS)[::-1]
+    for line, names in zip(panels, parts, strict=True):
+        for axes, length in zip(line, lengths, strict=True):
+            cells = {(r.setting, r.texts): (r.cosine, r.low, r.high) for r in rows if r.length == length}
+            draw_intervals(axes, names, {kind: [cells.get((n, kind)) for n in names] for kind in kinds}, rows=True)
+            axes.axvline(1, label="softmax", **REFERENCE)
     for axes, length in zip(panels[0], lengths, strict=True):
-        kinds = list(dict.fromkeys(row.texts for row in rows if row.length == length))
-        for shift, (kind, (marker, color)) in enumerate(zip(kinds, _MARKERS, strict=False)):
-            cells = {row.setting: row for row in rows if row.length == length and row.texts == kind}
-            points = [cells[name] for name in names]
-            places = np.arange(len(names)) + 0.25 * (shift - (len(kinds) - 1) / 2)
-            errors = [[p.cosine - p.low for p in points], [p.high - p.cosine for p in points]]
-            axes.errorbar(
-                [p.cosine for p in points], places, xerr=errors, fmt=marker, color=color, ms=4, lw=1, label=kind
-            )
-        axes.set_title(f"{length:,} tokens", fontsize=10)
-        axes.set_yticks(range(len(names)), names, fontsize=8)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_xlim(0.5, 1.005)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].legend(fontsize=8, loc="lower left")
-    figure.supxlabel(
-        "cosine of the pooled embedding to the original's, no training (points left of 0.5 not shown)", fontsize=9
-    )
+        axes.set_title(f"{length:,} tokens")
+    for axes in panels[-1]:
+        axes.set_xlabel("cosine of the pooled embedding")
+    legend_below(panels[-1][len(lengths) // 2], columns=len(kinds) + 1)
     return figure
 
 

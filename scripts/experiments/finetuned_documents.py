@@ -45,7 +45,7 @@ from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interv
 from hf_linattn.evaluate.metrics import metric_function
 from hf_linattn.evaluate.models import EXTENDED, TRUNCATED, load_tokenizer
 from hf_linattn.evaluate.plots import slug
-from hf_linattn.utils.figures import error_bars
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.files import write_text
 from hf_linattn.utils.machine import machine, machine_text
 from hf_linattn.utils.markdown import interval_text, table
@@ -199,17 +199,17 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any]) -> Figure:
-    """Accuracies with their intervals, and the seeds as dots."""
-    rows = report["rows"][::-1]
-    figure, axes = plt.subplots(figsize=(7, 0.6 * len(rows) + 1.3))
+    """Which model is right most often after fine-tuning? Accuracies with their intervals, and of each run."""
+    rows = report["rows"]
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(rows) + 1.8))
+    values = [tuple(row["accuracy"][key] for key in ("value", "low", "high")) for row in rows]
+    draw_intervals(axes, [row["column"] for row in rows], {"all runs (95%)": values}, rows=True)
     for place, row in enumerate(rows):
-        accuracy = tuple(row["accuracy"][key] for key in ("value", "low", "high"))
-        axes.errorbar(accuracy[0], place, xerr=error_bars([accuracy]), fmt="o", color="C0", capsize=3)
-        axes.plot(row["each"], [place - 0.2] * len(row["each"]), ".", color="0.6")
-    axes.axvline(report["guess"], color="0.6", linestyle=":")
-    axes.set_yticks(range(len(rows)), [row["column"] for row in rows])
-    axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel("accuracy (dots: runs; line: the larger class)")
+        label = "each run" if place == 0 else None
+        axes.plot(row["each"], [place + 0.25] * len(row["each"]), "|", color="0.3", markersize=8, label=label)
+    axes.axvline(report["guess"], label="the larger class", **REFERENCE)
+    axes.set_xlabel("accuracy")
+    legend_below(axes, columns=3)
     return figure
 
 

@@ -25,25 +25,25 @@ from hf_linattn.analyze.analysis import tokenized
 from hf_linattn.analyze.suggest import described
 from hf_linattn.conversion.positions import extend_positions
 from hf_linattn.evaluate.intervals import bootstrap_difference, bootstrap_interval
+from hf_linattn.utils.figures import REFERENCE, STYLES, annotate, legend_below
 from hf_linattn.utils.machine import machine, machine_text
 from hf_linattn.utils.markdown import interval_text, table
 
 
 def plot(rows: list[dict[str, Any]], unit: str) -> Figure:
-    """Cosine against cost: one setting in all layers, and the suggestions."""
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for row in rows:
-        axes.plot(row["cost"], row["cosine"], "o", color="C0")
-        axes.annotate(
-            row["setting"], (row["cost"], row["cosine"]), fontsize=7, xytext=(4, -8), textcoords="offset points"
-        )
+    """Do settings by layer keep more at the same cost than one setting in all layers?"""
+    figure, axes = plt.subplots(figsize=(8, 5.5))
+    points = {row["setting"]: (row["cost"], row["cosine"]) for row in rows}
     chosen = sorted((row["suggested_cost"], row["suggested_cosine"]) for row in rows if "suggested_cosine" in row)
-    axes.plot(*zip(*chosen, strict=True), "*-", color="C3", markersize=10, label="suggested, by layer")
-    axes.plot([], [], "o", color="C0", label="one setting in all layers")
-    axes.set_xlabel(f"{unit} of the model, softmax = 1")
-    axes.set_ylabel("pooled cosine to the original")
+    axes.plot(*zip(*points.values(), strict=True), label="one setting in all layers", **STYLES[0] | {"linestyle": ""})
+    axes.plot(*zip(*chosen, strict=True), label="suggested, by layer", **STYLES[1])
+    axes.axhline(1, label="softmax, at cost 1", **REFERENCE)
+    axes.set(xlabel=f"{unit} of the model, softmax = 1", ylabel="pooled cosine to the original")
+    axes.margins(x=0.12)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    annotate(axes, dict(sorted(points.items(), key=lambda item: -item[1][1])))
+    legend_below(axes, columns=3)
     return figure
 
 

@@ -29,7 +29,7 @@ from hf_linattn.data.documents import DataConfig
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
 from hf_linattn.evaluate.tasks.synthetic import Example, make_examples, score
-from hf_linattn.utils.figures import error_bars
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.files import write_text
 from hf_linattn.utils.markdown import interval_text
 from synthetic_tasks import PLANS, TEST_SEED, TRAIN_SEED, Plan, train
@@ -139,20 +139,19 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"* {note}" for note in report["notes"])])
 
 
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    """A panel for each branch setting, a bar for each row, with the intervals."""
-    figure, panels = plt.subplots(1, len(BRANCHES), figsize=(13, 0.45 * len(rows) + 1.4), sharey=True)
+def plot(rows: list[dict[str, Any]], guess: float) -> Figure:
+    """Which part of attention copies? A panel for each part that is switched off."""
+    figure, panels = plt.subplots(1, len(BRANCHES), figsize=(13, 0.45 * len(rows) + 2), sharex=True, sharey=True)
+    softmax, converted = rows[0], rows[1:]
     for axes, branch in zip(panels, BRANCHES, strict=True):
-        for position, row in enumerate(rows[::-1]):
-            if branch not in row["accuracy"]:
-                continue
-            value = Interval(**row["accuracy"][branch])
-            color = "#4c72b0" if len(row["accuracy"]) > 1 else "#55a868"
-            axes.barh(position, value.value, xerr=error_bars([astuple(value)]), color=color, capsize=3)
-        axes.set(xlim=(0, 1.05), title=branch)
-        axes.set_yticks(range(len(rows)), [row["setting"] for row in rows[::-1]])
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("answer tokens right", fontsize=10)
+        cells = [row["accuracy"].get(branch) for row in converted]
+        values = [None if cell is None else astuple(Interval(**cell)) for cell in cells]
+        draw_intervals(axes, [row["setting"] for row in converted], {"converted (95%)": values}, rows=True)
+        axes.axvline(softmax["accuracy"]["both"]["value"], label=softmax["setting"], **REFERENCE)
+        axes.axvline(guess, label="a guess", **{**REFERENCE, "linestyle": "--"})
+        axes.set(title=branch, xlim=(-0.03, 1.05))
+    panels[1].set_xlabel("answer tokens right")
+    legend_below(panels[1], columns=3)
     return figure
 
 
@@ -238,7 +237,9 @@ def main() -> int:
         "rows": rows_of(cells),
         "notes": notes,
     }
-    write_report(options.output / "report", report, markdown(report), plot(report["rows"]))
+    write_report(
+        options.output / "report", report, markdown(report), plot(report["rows"], 1 / len(plan.vocabulary.symbols))
+    )
     return 0
 
 

@@ -30,6 +30,7 @@ from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, conver
 from hf_linattn.evaluate.tasks.listops import WORDS
 from hf_linattn.evaluate.tasks.synthetic import IGNORED, Example, Outcome, SyntheticConfig, make_examples, padded, score
 from hf_linattn.evaluate.tasks.vocabulary import Vocabulary
+from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.files import write_text
 
 _RESAMPLES = 10_000
@@ -291,18 +292,19 @@ def markdown(results: list[dict[str, Any]]) -> str:
 
 
 def plot(results: list[dict[str, Any]]) -> Figure:
-    """A panel of bars for each task, with the interval over examples; a line at what a guess gets right."""
-    figure, panels = plt.subplots(1, len(results), figsize=(3 + 2.6 * len(results), 4), sharey=True, squeeze=False)
+    """Which tasks does a conversion without training keep? A panel for each task."""
+    size = (3 + 2.8 * len(results), 4.6)
+    figure, panels = plt.subplots(1, len(results), figsize=size, sharex=True, sharey=True, squeeze=False)
     for axes, result in zip(panels[0], results, strict=True):
-        rows = result["rows"][::-1]
-        values = [row["metrics"]["accuracy"] for row in rows]
-        spread = [[v["value"] - v["low"] for v in values], [v["high"] - v["value"] for v in values]]
-        colors = ["#55a868" if row["attention"] is None else "#4c72b0" for row in rows]
-        axes.barh([row["column"] for row in rows], [v["value"] for v in values], xerr=spread, color=colors, capsize=2)
-        axes.axvline(result["guess"], color="#c44e52", linestyle="--", linewidth=1)
-        axes.set(xlim=(0, 1.05), title=f"{result['task']}, {result['settings']['length']} tokens")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("answer tokens right, no training after the swap (line: a guess)", fontsize=10)
+        softmax, *converted = result["rows"]
+        values = [row["metrics"]["accuracy"] for row in converted]
+        points = [(v["value"], v["low"], v["high"]) for v in values]
+        draw_intervals(axes, [row["column"] for row in converted], {"converted (95%)": points}, rows=True)
+        axes.axvline(softmax["metrics"]["accuracy"]["value"], label=softmax["column"], **REFERENCE)
+        axes.axvline(result["guess"], label="a guess", **{**REFERENCE, "linestyle": "--"})
+        axes.set(xlim=(-0.03, 1.05), title=f"{result['task']}, {result['settings']['length']} tokens")
+    panels[0][len(results) // 2].set_xlabel("answer tokens right")
+    legend_below(panels[0][len(results) // 2], columns=3)
     return figure
 
 
