@@ -98,6 +98,8 @@ JOINED: list[AttentionConfig] = [
     *(small(cls, window_size=4, global_tokens=1, far=False) for cls in _CLASSES),
     # with 6, two clusters are so nearly alike that the rounding of float16 decides which is selected
     LinformerConfig(projection_length=8, window_size=4, global_tokens=1, selected_tokens=7),
+    LinformerConfig(projection_length=2, tokens_per_slot=4),
+    LinformerConfig(projection_length=2, tokens_per_slot=4, window_size=4, global_tokens=1, rounds=1),
 ]
 #: every way to attend, each once
 METHODS = PURE + JOINED

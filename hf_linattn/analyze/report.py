@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..conversion.flops import quadratic_parts
 from ..utils.figures import files_text, has_matplotlib
 from ..utils.files import write_text
 from ..utils.html import html_page
@@ -139,9 +140,11 @@ def suggestion_text(analysis: Analysis, suggestion: Suggestion) -> str:
         for layer, name in enumerate(suggestion.names)
     ]
     expected = ", ".join(f"{getattr(suggestion, unit):.2f} of {unit}" for unit in BUDGETS)
+    quadratic = quadratic_parts(suggestion.config, analysis.layers)
+    grows = f" The cost grows with n * n: {'; '.join(quadratic)}." if quadratic else ""
     how = "Measured in the whole model" if suggestion.measured else "Expected from single layers"
     return (
         f"{how}, without training: a loss of {suggestion.expected_loss:.4g} ({analysis.measure}), and relative to "
-        f"softmax {expected}.\n\n{table(['layer', 'candidate', 'settings'], rows)}\n\n"
+        f"softmax {expected}.{grows}\n\n{table(['layer', 'candidate', 'settings'], rows)}\n\n"
         "`hf-linattn convert MODEL --config suggestion.json --output DIR` makes it."
     )

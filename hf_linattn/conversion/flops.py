@@ -58,6 +58,13 @@ def attention_flops(config: LinAttnConfig, length: int) -> float:
     return converted + unconverted + (sliding and sliding * softmax_flops(config, length, config.sliding_window))
 
 
+def quadratic_parts(settings: AttentionConfig, layers: int) -> list[str]:
+    """What of converted layers still costs operations in proportion to n * n, n tokens being read; each once."""
+    of_layers = [settings.of_layer(index) for index in range(layers)]
+    per_slot = dict.fromkeys(getattr(x, "tokens_per_slot", None) for x in of_layers)
+    return [f"n / {tokens} slots for each of n tokens (tokens_per_slot)" for tokens in per_slot if tokens]
+
+
 def _distinct(layers: list[AttentionConfig | None]) -> list[AttentionConfig | None]:
     return [settings for index, settings in enumerate(layers) if settings not in layers[:index]]
 

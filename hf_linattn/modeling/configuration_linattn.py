@@ -181,6 +181,14 @@ class LinformerConfig(AttentionConfig):
         default=0,
         metadata={"help": "Rounds of Lloyd's algorithm that move the landmarks, with projection='cluster' and keys."},
     )
+    tokens_per_slot: int | None = field(
+        default=None,
+        metadata={
+            "help": "A document of n tokens has n / tokens_per_slot summaries where that is more than "
+            "projection_length, so that its cost grows with n * n / tokens_per_slot. With projection='cluster' around "
+            "keys, in encoders. Default: projection_length summaries, whatever the length."
+        },
+    )
     selected_tokens: int = field(
         default=0,
         metadata={
@@ -204,6 +212,13 @@ class LinformerConfig(AttentionConfig):
         check_choice(type(self).__name__, "projection", self.projection, ("cluster", *PROJECTIONS))
         check_choice(type(self).__name__, "landmarks", self.landmarks, LANDMARKS)
         check_integer(type(self).__name__, "rounds", self.rounds, 0)
+        check_integer(type(self).__name__, "tokens_per_slot", self.tokens_per_slot, 1, optional=True)
+        if self.tokens_per_slot is not None and (self.projection, self.landmarks) != ("cluster", "keys"):
+            raise ValueError(
+                f"{type(self).__name__}: tokens_per_slot={self.tokens_per_slot} must be left out with "
+                f"projection={self.projection!r} and landmarks={self.landmarks!r}; the number of slots can grow with "
+                "projection='cluster' and landmarks='keys' only."
+            )
         check_integer(type(self).__name__, "selected_tokens", self.selected_tokens, 0)
         if self.selected_tokens and not (self.projection == "cluster" and self.window_size):
             raise ValueError(

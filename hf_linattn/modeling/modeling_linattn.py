@@ -234,6 +234,12 @@ def check_config(config: LinAttnConfig) -> None:
             f"{name}: projection='gaussian' cannot be causal: each of its slots mixes all tokens of a document, so "
             "that none is finished before the document ends. Use learned, mean, max or conv."
         )
+    per_slot = next(filter(None, (getattr(x, "tokens_per_slot", None) for x in its_layers)), None)
+    if architecture.causal and per_slot:
+        raise ValueError(
+            f"{name}: tokens_per_slot={per_slot} must be left out: {architecture.model_type} is a decoder, whose "
+            "clusters have prototypes, as many as projection_length says."
+        )
     if settings.layers is not None:
         if architecture.shares_layers:
             raise ValueError(

@@ -6,6 +6,7 @@ does not travel with a checkpoint.
 """
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -133,10 +134,17 @@ def cluster_attention(
 ) -> Tensor:
     """Every query has means of its own over the members of each cluster that are far from it."""
     window_size, global_tokens, near, far, scale = settings[:5]
-    length, slots, device = query.shape[2], far_part.num_slots, query.device
+    length, device = query.shape[2], query.device
     position = torch.arange(length, device=device)
     valid_lengths = _valid_lengths(lengths, length, device)
     causal = isinstance(far_part, CausalClusterFarPart)
+    if not causal and far_part.tokens_per_slot is not None and len(query) > 1:  # type: ignore[union-attr]
+        # rows differ in their number of slots
+        rows = zip(query.split(1), key.split(1), value.split(1), valid_lengths.expand(len(query)).split(1), strict=True)
+        return torch.cat([cluster_attention(q, k, v, far_part, n, settings) for q, k, v, n in rows])
+    slots = far_part.num_slots
+    if not causal and far_part.tokens_per_slot is not None:  # type: ignore[union-attr]
+        slots = max(slots, math.ceil(int(valid_lengths) / far_part.tokens_per_slot))  # type: ignore[union-attr]
     if causal:
         begins = far_part.near_start(position, window_size, global_tokens)
         is_near = (position >= begins[:, None]) | (position < global_tokens)

@@ -25,6 +25,8 @@ def attention_text(settings: dict[str, Any]) -> str:
         names = {"learned": "trainable, starts as segment means", "cluster": "clusters of keys"}
         start = names.get(settings["projection"], settings["projection"])
         parts.append(f"Linformer k={settings['projection_length']} ({start})")
+        if settings.get("tokens_per_slot"):
+            parts.append(f"a slot for every {settings['tokens_per_slot']} tokens")
         if settings.get("selected_tokens"):
             parts.append(f"{settings['selected_tokens']} tokens selected")
     else:
