@@ -111,6 +111,12 @@ SHARED = [
     for sharing in choices(cls)["sharing"]
 ]
 
+#: settings with a head that stays softmax, in encoders and decoders
+SPLIT: list[AttentionConfig] = [
+    *(small(cls, window_size=4, global_tokens=1, softmax_heads={0: [1]}) for cls in _CLASSES),
+    LinformerConfig(projection_length=8, projection="learned", sharing="none", softmax_heads={0: [0]}),
+]
+
 # (window_size, global_tokens)
 _NEAR = ((0, 0), (4, 0), (0, 2), (6, 1))
 #: every causal way to attend, each alone and joined with what is near
@@ -383,7 +389,9 @@ def linear_attention(
 ) -> LinearAttention:
     """A layer's linear attention by itself, for rows of up to `POSITIONS` tokens where the config does not say."""
     config = dataclasses.replace(config, max_length=config.max_length or POSITIONS)
-    return LinearAttention(config, num_heads=heads, head_dim=head_dim, causal=causal, seed=seed)
+    return LinearAttention(
+        config, num_heads=heads, head_dim=head_dim, causal=causal, seed=seed, softmax_heads=config.heads_of_layer(0)
+    )
 
 
 def trained(layer: LinearAttention, noise: float = 0.3, seed: int = 5) -> LinearAttention:

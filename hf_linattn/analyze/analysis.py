@@ -252,6 +252,11 @@ class SwappedModel:
                 raise ValueError(
                     f"candidates[{name!r}].layers={settings.layers} must not be set: every layer is tried."
                 )
+            if settings.softmax_heads is not None:
+                raise ValueError(
+                    f"candidates[{name!r}].softmax_heads={settings.softmax_heads} must not be set: `suggest` chooses "
+                    "heads for what it suggests."
+                )
             self.settings[name] = dataclasses.replace(settings, seed=config.seed, max_length=None)
             # short rows too by linear attention: that is what is tried
             linear = dataclasses.replace(self.settings[name], exact_length=0)

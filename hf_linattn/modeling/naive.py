@@ -31,6 +31,8 @@ def attention(
 ) -> Tensor:
     """What `layer(query, key, value, lengths, scale=scale)` computes, by the formula of its method."""
     settings = layer.settings(scale)
+    if layer.split is not None:
+        return _split_attention(layer, query, key, value, lengths, scale)
     position = torch.arange(query.shape[2], device=query.device)
     valid_lengths = _valid_lengths(lengths, query.shape[2], query.device)
     valid = (position < valid_lengths[:, None])[:, None, :, None]
@@ -51,6 +53,26 @@ def attention(
     logits = (query * scale) @ key.transpose(-1, -2)
     logits = logits.masked_fill(~valid.mT, float("-inf"))
     return torch.where(exact[:, None, :, None], logits.softmax(-1) @ value, out)
+
+
+def _split_attention(
+    layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, scale: float
+) -> Tensor:
+    """All heads as softmax, and those that do not stay softmax by the formula of the method."""
+    split, position = layer.split, torch.arange(query.shape[2], device=query.device)
+    assert split is not None
+    seen = (position < _valid_lengths(lengths, len(position), query.device)[:, None])[:, None, None]
+    seen = seen & (position <= position[:, None]) if layer.causal else seen
+    logits = (query * scale) @ key.transpose(-1, -2)
+    out = logits.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num() @ value
+    out = after_end(out, lengths) if layer.causal else out
+    try:
+        layer.split = None
+        query, key, value = (x[:, split.linear] for x in (query, key, value))
+        out[:, split.linear] = attention(layer, query, key, value, lengths, scale)
+    finally:
+        layer.split = split
+    return out
 
 
 def _valid_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:

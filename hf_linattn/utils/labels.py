@@ -34,6 +34,8 @@ def attention_text(settings: dict[str, Any]) -> str:
         matched = {"moments": ", matched to moments", "row_moments": ", matched to each document"}
         start += matched.get(settings.get("init", "random"), "")
         parts.append(f"Performer m={settings['num_features']} ({start})")
+    if heads := settings.get("softmax_heads"):
+        parts.append("softmax in " + ", ".join(f"{layer}:{head}" for layer, its in heads.items() for head in its))
     if settings["layers"] is not None:
         parts.append(f"layers {', '.join(map(str, settings['layers']))}")
     return ", ".join(parts)
