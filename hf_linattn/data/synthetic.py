@@ -136,16 +136,16 @@ def make_examples(
     suffix, tokens = ((), config.length + 1) if causal else (words.suffix, config.length)
     room = tokens - len(words.prefix) - len(suffix)
     texts = _running_text(words, documents) if config.task == "passkey" else []
-    tasks: dict[str, Callable[[SyntheticConfig, Vocabulary, _Draw, int], _Text]] = {
+    tasks: dict[str, Callable[[SyntheticConfig, Vocabulary, Draw, int], Text]] = {
         "copy": _copy,
-        "passkey": partial(_passkey, texts),
+        "passkey": partial(passkey, texts),
         "recall": _recall,
         "listops": _listops,
     }
     examples = []
     for index in range(config.count):
         # a seed for each example: how many are made changes none of them
-        text = tasks[config.task](config, words, _Draw(f"{config.task} {config.seed} {index}"), room)
+        text = tasks[config.task](config, words, Draw(f"{config.task} {config.seed} {index}"), room)
         ids = [*words.prefix, *text.ids, *suffix]
         answers = [*[False] * len(words.prefix), *text.answers, *[False] * len(suffix)]
         example = _causal(ids, answers) if mask is None or causal else _masked(ids, answers, mask)
@@ -165,7 +165,7 @@ def _masked(ids: list[int], answers: list[bool], mask: int) -> Example:
     )
 
 
-class _Text:
+class Text:
     """Token ids, which of them are the answer, and where what it repeats is planted."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Text:
         self.answers.extend([answer] * len(ids))
 
 
-class _Draw:
+class Draw:
     """Random draws that are the same in every version of Python."""
 
     def __init__(self, seed: str) -> None:
@@ -223,19 +223,19 @@ def _word(words: Vocabulary, word: str) -> tuple[list[int], list[int]]:
     return ids[:start], ids[start:]
 
 
-def _copy(config: SyntheticConfig, words: Vocabulary, draw: _Draw, room: int) -> _Text:
+def _copy(config: SyntheticConfig, words: Vocabulary, draw: Draw, room: int) -> Text:
     separators = 2 * len(words.separator)
     _check_room(config, room, separators + 2, "one token to copy")
     count, rest = divmod(room - separators, 2)
     symbols = draw.choices(words.symbols, count)
-    text = _Text()
+    text = Text()
     # an odd token goes first; both times the symbols follow a separator, so that it tells what the first one is
     text.add([*draw.choices(words.symbols, rest), *words.separator, *symbols, *words.separator])
     text.add(symbols, answer=True)
     return text
 
 
-def _recall(config: SyntheticConfig, words: Vocabulary, draw: _Draw, room: int) -> _Text:
+def _recall(config: SyntheticConfig, words: Vocabulary, draw: Draw, room: int) -> Text:
     pairs = max(config.length // 16, 1) if config.pairs is None else config.pairs
     least = 4 * pairs + config.min_distance
     _check_room(config, room, least, f"pairs={pairs} and min_distance={config.min_distance}")
@@ -255,7 +255,7 @@ def _recall(config: SyntheticConfig, words: Vocabulary, draw: _Draw, room: int) 
             pass
         return token
 
-    text = _Text()
+    text = Text()
     for key, value in zip(keys, values, strict=True):
         text.add([key, value])
     text.add([filler() for _ in range(room - 2 * pairs - 2 * slots)])
@@ -279,12 +279,32 @@ def _running_text(words: Vocabulary, documents: Sequence[str | Sequence[int]] | 
     return texts
 
 
-def _passkey(texts: list[Sequence[int]], config: SyntheticConfig, words: Vocabulary, draw: _Draw, room: int) -> _Text:
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """What stands before and after a planted key, and asks for it."""
+
+    before: str = " The pass key is"
+    after: str = ". Remember it."
+    question: str = " What is the pass key? The pass key is"
+
+
+def passkey(
+    texts: Sequence[Sequence[int]],
+    config: SyntheticConfig,
+    words: Vocabulary,
+    draw: Draw,
+    room: int,
+    wording: Wording = Wording(),
+) -> Text:
+    """A number planted in running text, and asked for at the end: `room` tokens.
+
+    texts: token ids of the running text, without special tokens.
+    """
     first = 10 ** (config.digits - 1)
     # encoded by itself and used in both places: beside other text, a tokenizer might cut it in another way
     space, key = _word(words, str(first + draw.below(9 * first)))
-    before, after = [*words.encode(" The pass key is"), *space], words.encode(". Remember it.")
-    question = [*words.encode(" What is the pass key? The pass key is"), *space]
+    before, after = [*words.encode(wording.before), *space], words.encode(wording.after)
+    question = [*words.encode(wording.question), *space]
     # an encoder sees that the sentence ends
     end = words.encode(".") if config.reading == "masked" else []
     filler = room - len([*before, *key, *after, *question, *key, *end])
@@ -299,7 +319,7 @@ def _passkey(texts: list[Sequence[int]], config: SyntheticConfig, words: Vocabul
         ids.extend(texts[number][start : start + filler - len(ids)])
         number, start = (number + 1) % len(texts), 0
 
-    text = _Text()
+    text = Text()
     begin = place + len(before)
     text.planted = range(begin, begin + len(key))
     text.add([*ids[:place], *before, *key, *after, *ids[place:], *question])
@@ -308,7 +328,7 @@ def _passkey(texts: list[Sequence[int]], config: SyntheticConfig, words: Vocabul
     return text
 
 
-def _listops(config: SyntheticConfig, words: Vocabulary, draw: _Draw, room: int) -> _Text:
+def _listops(config: SyntheticConfig, words: Vocabulary, draw: Draw, room: int) -> Text:
     ids = {word: words.encode(f" {word}") for word in WORDS}
     # what is left beside the separator and the longest answer
     most = room - len(words.separator) - max(len(ids[digit]) for digit in DIGITS)
@@ -327,7 +347,7 @@ def _listops(config: SyntheticConfig, words: Vocabulary, draw: _Draw, room: int)
         expression = [token for word in drawn[0] for token in ids[word]]
         if least <= len(expression) <= most:
             space, answer = _word(words, DIGITS[drawn[1]])
-            text = _Text()
+            text = Text()
             text.add([*expression, *words.separator, *space])
             text.add(answer, answer=True)
             return text
