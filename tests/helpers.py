@@ -98,6 +98,8 @@ JOINED: list[AttentionConfig] = [
     *(small(cls, window_size=4, global_tokens=1, far=False) for cls in _CLASSES),
     # with 6, two clusters are so nearly alike that the rounding of float16 decides which is selected
     LinformerConfig(projection_length=8, window_size=4, global_tokens=1, selected_tokens=7),
+    LinformerConfig(projection_length=2, tokens_per_slot=4),
+    LinformerConfig(projection_length=2, tokens_per_slot=4, window_size=4, global_tokens=1, rounds=1),
 ]
 #: every way to attend, each once
 METHODS = PURE + JOINED
@@ -107,6 +109,12 @@ SHARED = [
     for cls in _CLASSES
     if "sharing" in choices(cls)
     for sharing in choices(cls)["sharing"]
+]
+
+#: settings with a head that stays softmax, in encoders and decoders
+SPLIT: list[AttentionConfig] = [
+    *(small(cls, window_size=4, global_tokens=1, softmax_heads={0: [1]}) for cls in _CLASSES),
+    LinformerConfig(projection_length=8, projection="learned", sharing="none", softmax_heads={0: [0]}),
 ]
 
 # (window_size, global_tokens)
@@ -381,7 +389,9 @@ def linear_attention(
 ) -> LinearAttention:
     """A layer's linear attention by itself, for rows of up to `POSITIONS` tokens where the config does not say."""
     config = dataclasses.replace(config, max_length=config.max_length or POSITIONS)
-    return LinearAttention(config, num_heads=heads, head_dim=head_dim, causal=causal, seed=seed)
+    return LinearAttention(
+        config, num_heads=heads, head_dim=head_dim, causal=causal, seed=seed, softmax_heads=config.heads_of_layer(0)
+    )
 
 
 def trained(layer: LinearAttention, noise: float = 0.3, seed: int = 5) -> LinearAttention:

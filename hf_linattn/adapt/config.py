@@ -116,6 +116,13 @@ class AdaptConfig:
             "help": "Share of steps in which the exact part is switched off, so that the far part learns to do without."
         },
     )
+    retrieval_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the training sequences of transfer and distillation that get a planted key, which is "
+            "asked for at the end, or a repeated passage. The teacher reads the same."
+        },
+    )
     task_distillation: float = field(
         default=0.0, metadata={"help": "Weight of the distillation loss beside the loss of the task."}
     )
@@ -216,4 +223,4 @@ class AdaptConfig:
 _MAY_BE_ZERO = ("transfer_steps", "distil_steps", "task_steps", "warmup_steps", "lora_rank", "eval_sequences", "seed")
 _ABOVE_ZERO = ("temperature", "max_grad_norm", "lora_alpha")
 _BELOW_ONE = ("lora_dropout", "adam_beta2")
-_SHARES = ("window_dropout", "mask_probability")
+_SHARES = ("window_dropout", "mask_probability", "retrieval_share")

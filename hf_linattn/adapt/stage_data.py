@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from ..data.documents import DataConfig
+from ..data.planted import Planter
 from .batches import Row, Sequences
 from .inputs import Inputs
 from .stages import add_labels
@@ -38,7 +40,7 @@ class StageData:
             ValueError: there are fewer sequences than one batch takes.
         """
         for step, rows in enumerate(self._training.batches(self._config.batch_size, start), start):
-            yield self._labeled(rows, str(step))
+            yield self._labeled(self._planted(rows, step), str(step))
 
     def evaluation(self) -> list[Row]:
         """The rows that are evaluated: of the evaluation data, or held out of the training data; may be none."""
@@ -61,6 +63,23 @@ class StageData:
             whole=self._has_classes,
             label_ids=self._label_ids,
         )
+
+    def _planted(self, rows: list[Row], step: int) -> list[Row]:
+        """Some of the rows with a planted key or a repeated passage, a function of the step alone."""
+        share = 0.0 if self._is_task else self._config.retrieval_share
+        if not share:
+            return rows
+        chosen = random.Random(f"{self._seed} planted {step}")
+        return [
+            {**row, "input_ids": self._planter.plant(row["input_ids"], f"{self._seed} planted {step} {index}")}
+            if chosen.random() < share
+            else row
+            for index, row in enumerate(rows)
+        ]
+
+    @cached_property
+    def _planter(self) -> Planter:
+        return Planter(self._inputs.tokenizer)
 
     def _labeled(self, rows: list[Row], step: str) -> list[Row]:
         config = self._config

@@ -26,6 +26,7 @@ from ..modeling.modeling_linattn import LinearAttention, linear_attention, slidi
 from ..utils.labels import checkpoint_name
 from .config import AnalyzeConfig, candidates_for
 from .cost import Cost, measure
+from .retrieval import planted_examples, retrieval_scores
 from .spectra import HeadStatistics, LayerStatistics, LayerSums
 
 #: Raised when a field changes its meaning.
@@ -64,6 +65,7 @@ class Analysis:
         length, documents: tokens of the longest document, and how many were read.
         softmax: cost of one softmax attention layer at that length.
         rest: cost of the whole model but its attention layers; its memory is not known, and 0.
+        retrieval: retrieval score of each head, by layer; empty if none was asked for.
     """
 
     model: str
@@ -78,6 +80,7 @@ class Analysis:
     candidates: tuple[Candidate, ...]
     softmax: Cost
     rest: Cost
+    retrieval: tuple[tuple[float, ...], ...] = ()
 
     @property
     def layers(self) -> int:
@@ -108,6 +111,7 @@ class Analysis:
             raise ValueError(f"format_version={version!r} of an analysis; this hf-linattn reads {FORMAT_VERSION}.")
         values |= {"softmax": Cost(**values["softmax"]), "rest": Cost(**values["rest"])}
         values["config"] = AnalyzeConfig(**values["config"])
+        values["retrieval"] = tuple(tuple(heads) for heads in values.get("retrieval", ()))
         values["statistics"] = tuple(
             LayerStatistics(
                 **_with_tuples({**layer, "heads": [HeadStatistics(**_with_tuples(head)) for head in layer["heads"]]})
@@ -173,14 +177,24 @@ def analyze(
         ValueError: the architecture is not supported, no text is left, or `operations` cannot be had.
     """
     config = AnalyzeConfig() if config is None else config
-    base, documents = _prepared(model, texts, config, tokenizer, from_pretrained_kwargs)
+    base, documents, tokenizer = _prepared(model, texts, config, tokenizer, from_pretrained_kwargs)
     candidates = candidates_for(base.config.model_type) if candidates is None else candidates
     training = base.training
     try:
         analyzer = _Analyzer(base.eval(), documents, config, candidates)
         if operations is not None:
             analyzer.check_operations(operations)
-        return analyzer.run()
+        planted = []
+        if config.retrieval_texts:
+            planted = planted_examples(
+                texts,
+                tokenizer,
+                causal=analyzer.causal,
+                length=analyzer.length,
+                count=config.retrieval_texts,
+                seed=config.seed,
+            )
+        return dataclasses.replace(analyzer.run(), retrieval=retrieval_scores(analyzer.base, planted))
     finally:
         base.train(training)
 
@@ -191,14 +205,14 @@ def _prepared(
     config: AnalyzeConfig,
     tokenizer: Any,
     from_pretrained_kwargs: dict[str, Any],
-) -> tuple[PreTrainedModel, list[list[int]]]:
-    """The softmax model with room for the documents, and their token ids."""
+) -> tuple[PreTrainedModel, list[list[int]], Any]:
+    """The softmax model with room for the documents, their token ids, and the tokenizer."""
     base = model if isinstance(model, PreTrainedModel) else _load(str(model), from_pretrained_kwargs)
     if tokenizer is None:
         tokenizer = tokenizer_of(base)
     documents = tokenized(texts, tokenizer, config.length, config.documents, config.seed)
     length = max(len(document) for document in documents)
-    return extend_positions(base, length, position_extension=config.position_extension), documents
+    return extend_positions(base, length, position_extension=config.position_extension), documents, tokenizer
 
 
 def tokenized(texts: Sequence[str], tokenizer: Any, length: int, count: int, seed: int = 0) -> list[list[int]]:
@@ -252,6 +266,11 @@ class SwappedModel:
                 raise ValueError(
                     f"candidates[{name!r}].layers={settings.layers} must not be set: every layer is tried."
                 )
+            if settings.softmax_heads is not None:
+                raise ValueError(
+                    f"candidates[{name!r}].softmax_heads={settings.softmax_heads} must not be set: `suggest` chooses "
+                    "heads for what it suggests."
+                )
             self.settings[name] = dataclasses.replace(settings, seed=config.seed, max_length=None)
             # short rows too by linear attention: that is what is tried
             linear = dataclasses.replace(self.settings[name], exact_length=0)
@@ -276,12 +295,18 @@ class SwappedModel:
                 return self.base(ids, use_cache=False).logits[0].float().log_softmax(-1)
             return self.base.base_model(ids).last_hidden_state[0].float().mean(0)
 
-    def swapped(self, ids: Tensor, names: Sequence[str | None]) -> Tensor:
+    def swapped(
+        self, ids: Tensor, names: Sequence[str | None], softmax_heads: Mapping[int, list[int]] | None = None
+    ) -> Tensor:
         """The outcome with the candidates of these names in the layers, first layer first; None is softmax."""
 
         def visit(call: AttentionCall) -> Tensor | None:
-            name = names[call.layer]
-            return None if name is None else self.attention(name, call)
+            name, exact = names[call.layer], (softmax_heads or {}).get(call.layer, [])
+            if name is None:
+                return None
+            out = self.attention(name, call)
+            out[:, exact] = call.output[:, exact].to(out.dtype)
+            return out
 
         return self.outcome(ids, visit)
 
@@ -310,15 +335,15 @@ class Check:
         **from_pretrained_kwargs: Any,
     ) -> None:
         candidates = {candidate.name: candidate.settings for candidate in analysis.candidates}
-        base, documents = _prepared(model, texts, analysis.config, tokenizer, from_pretrained_kwargs)
+        base, documents, _ = _prepared(model, texts, analysis.config, tokenizer, from_pretrained_kwargs)
         self.model = SwappedModel(base.eval(), analysis.config, candidates)
         self._inputs = [torch.tensor([document], device=base.device) for document in documents]
         self._wanted = [self.model.swapped(ids, [None] * self.model.layers) for ids in self._inputs]
 
-    def __call__(self, names: Sequence[str | None]) -> float:
+    def __call__(self, names: Sequence[str | None], softmax_heads: Mapping[int, list[int]] | None = None) -> float:
         """The loss of the whole model, mean over documents."""
         pairs = zip(self._wanted, self._inputs, strict=True)
-        losses = [self.model.loss(wanted, self.model.swapped(ids, names)) for wanted, ids in pairs]
+        losses = [self.model.loss(wanted, self.model.swapped(ids, names, softmax_heads)) for wanted, ids in pairs]
         return sum(losses) / len(losses)
 
 
@@ -463,7 +488,9 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def settings_by_layer(analysis: Analysis, names: Sequence[str | None]) -> LayerwiseConfig:
+def settings_by_layer(
+    analysis: Analysis, names: Sequence[str | None], softmax_heads: Mapping[int, list[int]] | None = None
+) -> LayerwiseConfig:
     """The config with the candidate of that name in each layer; None for layers that stay softmax.
 
     Raises:
@@ -474,4 +501,5 @@ def settings_by_layer(analysis: Analysis, names: Sequence[str | None]) -> Layerw
         by_layer={layer: by_name[name] for layer, name in enumerate(names) if name is not None},
         max_length=analysis.config.max_length,
         seed=analysis.config.seed,
+        softmax_heads={x: heads for x, heads in (softmax_heads or {}).items() if names[x] is not None} or None,
     )

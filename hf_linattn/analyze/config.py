@@ -89,6 +89,13 @@ class AnalyzeConfig:
     position_extension: str = field(
         default="repeat", metadata={"help": "How positions beyond the checkpoint's get their embeddings."}
     )
+    retrieval_texts: int = field(
+        default=0,
+        metadata={
+            "help": "How many texts with a planted key are read for the retrieval score of each head: the share of its "
+            "attention from where the key is asked for to the key."
+        },
+    )
     seed: int = field(default=0, metadata={"help": "Seed of random features."})
 
     def __post_init__(self) -> None:
@@ -97,7 +104,9 @@ class AnalyzeConfig:
             if f.name == "window_sizes":
                 check_integers(name, f.name, value, 1)
             elif f.name not in ("feature_error", "position_extension"):
-                check_integer(name, f.name, value, 0 if f.name == "seed" else 1, optional=f.default is None)
+                check_integer(
+                    name, f.name, value, 0 if f.name in ("seed", "retrieval_texts") else 1, optional=f.default is None
+                )
         if not isinstance(self.feature_error, (int, float)) or not 0 < self.feature_error < 1:
             raise ValueError(f"feature_error={self.feature_error!r} must be a number between 0 and 1.")
         if self.max_length is not None and self.max_length < self.length:

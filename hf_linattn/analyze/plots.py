@@ -18,6 +18,7 @@ ALT_TEXTS = {
     "spectrum": "singular values of the attention matrix by layer, largest first",
     "energy": "share of the energy in the leading singular values by layer",
     "errors": "relative error of each setting by layer",
+    "retrieval": "retrieval score of each head",
     "quality-cost": "loss of each setting against what it costs, relative to softmax",
 }
 
@@ -35,6 +36,7 @@ def draw_plots(analysis: Analysis, folder: Path, suggestion: Suggestion | None =
         _curves(analysis, "spectrum", folder / "spectrum.png"),
         _curves(analysis, "energy", folder / "energy.png"),
         _errors(analysis, folder / "errors.png"),
+        *([_retrieval(analysis, folder / "retrieval.png")] if analysis.retrieval else []),
         _quality(analysis, suggestion, folder / "quality-cost.png"),
     ]
 
@@ -82,6 +84,20 @@ def _errors(analysis: Analysis, path: Path) -> Path:
         axes.xaxis.get_major_locator().set_params(integer=True)
     panels[0][0].set_ylabel("layer")
     figure.colorbar(image, ax=panels[0][-1], label="relative error")
+    return save_figure(figure, path)
+
+
+def _retrieval(analysis: Analysis, path: Path) -> Path:
+    """Retrieval score by layer and head."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(0.3 * analysis.heads + 2.5, 0.25 * analysis.layers + 2.2))
+    image = axes.imshow(analysis.retrieval, vmin=0, cmap="magma_r", aspect="auto")
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    axes.set_yticks(range(0, analysis.layers, max(analysis.layers // 12, 1)))
+    axes.set_xticks(range(0, analysis.heads, max(analysis.heads // 12, 1)))
+    figure.colorbar(image, ax=axes, label="share of attention on the planted token")
     return save_figure(figure, path)
 
 

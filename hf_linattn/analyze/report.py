@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..conversion.flops import quadratic_parts
 from ..utils.figures import files_text, has_matplotlib
 from ..utils.files import write_text
 from ..utils.html import html_page
@@ -14,6 +15,9 @@ from .analysis import Analysis, Candidate
 from .plots import ALT_TEXTS, draw_plots
 from .spectra import SHARES, LayerStatistics
 from .suggest import BUDGETS, Suggestion, described
+
+# Heads of the table of retrieval scores.
+_HEADS = 10
 
 
 def write_report(
@@ -69,6 +73,15 @@ def markdown(analysis: Analysis, suggestion: Suggestion | None, plots: list[Path
         "softmax's time and operations, and its largest attention layer of memory.",
         candidate_table(analysis),
     ]
+    if analysis.retrieval:
+        parts += [
+            "## Retrieval heads",
+            "The share of a head's attention that goes from where a planted key is asked for to the key, mean over "
+            f"{analysis.config.retrieval_texts} passkey texts of {analysis.length:,} tokens; even attention gives "
+            f"{1 / analysis.length:.2g}. The {_HEADS} largest, and what part of the sum over all heads they have "
+            "together with those before.",
+            retrieval_table(analysis),
+        ]
     if suggestion is not None:
         parts += ["## Suggestion", suggestion_text(analysis, suggestion)]
     parts += [f"![{ALT_TEXTS.get(path.stem, path.stem)}]({path.name})" for path in plots]
@@ -108,6 +121,19 @@ def _layer_row(layer: LayerStatistics) -> list[str]:
     ]
 
 
+def retrieval_table(analysis: Analysis) -> str:
+    """One row for each of the heads with the largest retrieval scores."""
+    ranked = sorted(
+        ((score, layer, head) for layer, heads in enumerate(analysis.retrieval) for head, score in enumerate(heads)),
+        reverse=True,
+    )
+    total, so_far, rows = sum(score for score, _, _ in ranked), 0.0, []
+    for score, layer, head in ranked[:_HEADS]:
+        so_far += score
+        rows.append([str(layer), str(head), f"{score:.3f}", f"{so_far / max(total, 1e-12):.2f}"])
+    return table(["layer", "head", "score", "part of all"], rows)
+
+
 def candidate_table(analysis: Analysis) -> str:
     """One row for each setting, in all layers."""
     rows = []
@@ -139,9 +165,11 @@ def suggestion_text(analysis: Analysis, suggestion: Suggestion) -> str:
         for layer, name in enumerate(suggestion.names)
     ]
     expected = ", ".join(f"{getattr(suggestion, unit):.2f} of {unit}" for unit in BUDGETS)
+    quadratic = quadratic_parts(suggestion.config, analysis.layers)
+    grows = f" The cost grows with n * n: {'; '.join(quadratic)}." if quadratic else ""
     how = "Measured in the whole model" if suggestion.measured else "Expected from single layers"
     return (
         f"{how}, without training: a loss of {suggestion.expected_loss:.4g} ({analysis.measure}), and relative to "
-        f"softmax {expected}.\n\n{table(['layer', 'candidate', 'settings'], rows)}\n\n"
+        f"softmax {expected}.{grows}\n\n{table(['layer', 'candidate', 'settings'], rows)}\n\n"
         "`hf-linattn convert MODEL --config suggestion.json --output DIR` makes it."
     )

@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..modeling.configuration_linattn import LayerwiseConfig
+from ..modeling.validation import check_number
 from .analysis import Analysis, settings_by_layer
+from .retrieval import heads_for
 
 #: What a budget can be about.
 BUDGETS = ("time", "memory", "operations")
@@ -56,13 +58,14 @@ def suggest(
     memory: float | None = None,
     operations: float | None = None,
     fidelity: float | None = None,
-    check: Callable[[Sequence[str | None]], float] | None = None,
+    retrieval: float | None = None,
+    check: Callable[..., float] | None = None,
 ) -> Suggestion:
     """The choice of settings by layer that loses least within a budget, or costs least at a wanted fidelity.
 
     A loss in one layer is what the whole model lost there alone, times what all layers together lose more or less than
     the sum of them, as measured with the same settings in all layers. Losses of layers are added up, which holds as
-    far as they are small.
+    far as they are small. Heads that stay softmax lower a loss, which shows where `check` measures it.
 
     Args:
         analysis: of `analyze`.
@@ -70,13 +73,17 @@ def suggest(
             and the last of the whole model, memory of its largest attention layer.
         fidelity: for encoders at least this cosine, for decoders at most this KL divergence in nats, for the least
             time, or operations if `operations` is given as well.
+        retrieval: the heads with the largest retrieval scores, which together have this share of all scores, stay
+            softmax: in `softmax_heads`, or in layers that are not converted. They count in the budget.
+        check: measures names of candidates, and heads that stay softmax, in the whole model, as `Check` does.
 
     Raises:
         ValueError: nothing is wanted, no choice reaches it (the message tells what can be reached), or softmax in all
             layers is the best choice.
     """
     budgets = {"time": time, "memory": memory, "operations": operations}
-    check_wanted({**budgets, "fidelity": fidelity})
+    check_wanted({**budgets, "fidelity": fidelity}, retrieval)
+    heads = _retrieval_heads(analysis, retrieval)
     given = {name: value for name, value in budgets.items() if value is not None}
     unit = "operations" if operations is not None else "time"
     choices = [
@@ -85,23 +92,24 @@ def suggest(
     if not any(name is not None for name in choices):
         least = min(relative(analysis, [c.name], "memory") for c in analysis.candidates)
         raise ValueError(f"memory={memory}: the least that a candidate takes is {least:.3g} times softmax's.")
-    front = _front(analysis, choices, unit)
+    front = _front(analysis, choices, unit, heads)
     wanted = None if fidelity is None else _allowed_loss(analysis, fidelity)
     limit = given.get(unit)
     within = [
         (cost, loss, names)
         for cost, loss, names in front
-        if (limit is None or relative(analysis, names, unit) <= limit) and (wanted is None or loss <= wanted)
+        if (limit is None or relative(analysis, names, unit, heads) <= limit) and (wanted is None or loss <= wanted)
     ]
     if not within:
         cheapest, nearest = front[0], front[-1]
-        asked = {**given, **({} if fidelity is None else {"fidelity": fidelity})}
+        asked = {**given, "fidelity": fidelity, "retrieval": retrieval}
+        asked = {name: value for name, value in asked.items() if value is not None}
         if not any(cheapest[2]):
             raise ValueError(f"No setting costs less {unit} than softmax at {analysis.length:,} tokens.")
         raise ValueError(
             f"No choice has {', '.join(f'{name}={value}' for name, value in asked.items())}. The cheapest takes "
-            f"{relative(analysis, cheapest[2], unit):.3f} of softmax's {unit} with an expected loss of "
-            f"{cheapest[1]:.3g}; the nearest to the original {relative(analysis, nearest[2], unit):.3f} with "
+            f"{relative(analysis, cheapest[2], unit, heads):.3f} of softmax's {unit} with an expected loss of "
+            f"{cheapest[1]:.3g}; the nearest to the original {relative(analysis, nearest[2], unit, heads):.3f} with "
             f"{nearest[1]:.3g} ({analysis.measure})."
         )
     best = min(within, key=lambda choice: (choice[1], choice[0]) if wanted is None else (choice[0], choice[1]))
@@ -111,12 +119,14 @@ def suggest(
             "convert nothing, or give a budget below 1."
         )
     if check is None:
-        return described(analysis, best[2])
+        return described(analysis, best[2], heads)
 
     def allowed(names: tuple[str | None, ...]) -> bool:
-        return all(relative(analysis, names, name) <= value for name, value in given.items())
+        whole = all(names[layer] is None for layer in _whole(analysis, heads))
+        return whole and all(relative(analysis, names, name, heads) <= value for name, value in given.items())
 
-    measured = {names: check(names) for names in _promising(analysis, best[2], choices, allowed)}
+    promising = _promising(analysis, best[2], choices, allowed)
+    measured = {names: check(names, heads) if heads else check(names) for names in promising}
     if wanted is None:
         names = min(measured, key=lambda names: measured[names])
     else:
@@ -126,11 +136,27 @@ def suggest(
                 f"fidelity={fidelity} was expected of {', '.join(str(name) for name in best[2])}, and the whole model "
                 f"has a loss of {measured[best[2]]:.3g} with it ({analysis.measure}); ask for a little more."
             )
-        names = min(reached, key=lambda names: relative(analysis, names, unit))
-    return dataclasses.replace(described(analysis, names), expected_loss=measured[names], measured=True)
+        names = min(reached, key=lambda names: relative(analysis, names, unit, heads))
+    return dataclasses.replace(described(analysis, names, heads), expected_loss=measured[names], measured=True)
 
 
-def check_wanted(wanted: Mapping[str, float | None]) -> None:
+def _retrieval_heads(analysis: Analysis, share: float | None) -> dict[int, list[int]]:
+    """The heads that stay softmax, by layer."""
+    if share is None:
+        return {}
+    if not analysis.retrieval:
+        raise ValueError(
+            f"retrieval={share}: the analysis has no retrieval scores; make it with retrieval_texts of at least 1."
+        )
+    return heads_for(analysis.retrieval, share)
+
+
+def _whole(analysis: Analysis, heads: Mapping[int, list[int]]) -> list[int]:
+    """Layers all heads of which stay softmax."""
+    return [layer for layer, chosen in heads.items() if len(chosen) == analysis.heads]
+
+
+def check_wanted(wanted: Mapping[str, float | None], retrieval: float | None = None) -> None:
     """Whether `suggest` takes these budgets and this fidelity, as far as that can be told without an analysis.
 
     Raises:
@@ -142,6 +168,10 @@ def check_wanted(wanted: Mapping[str, float | None]) -> None:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"{name}={value!r} must be a number above 0.")
+    if retrieval is not None:
+        check_number("suggest", "retrieval", retrieval, 0, above=True)
+        if retrieval > 1:
+            raise ValueError(f"retrieval={retrieval} must be a share, at most 1.")
     if "time" in given and "operations" in given:
         raise ValueError(f"time={given['time']} and operations={given['operations']}: give one of them.")
 
@@ -172,25 +202,46 @@ def _promising(
     return list(dict.fromkeys([best, *uniform, *itertools.islice(ranked, _MEASURED)]))
 
 
-def described(analysis: Analysis, names: tuple[str | None, ...]) -> Suggestion:
-    """What is to be expected of the candidates of these names in the layers, first layer first."""
+def described(
+    analysis: Analysis, names: tuple[str | None, ...], heads: Mapping[int, list[int]] | None = None
+) -> Suggestion:
+    """What is to be expected of the candidates of these names in the layers, first layer first.
+
+    heads: by layer, those that stay softmax.
+    """
     losses = _losses(analysis)
     return Suggestion(
         names=names,
-        config=settings_by_layer(analysis, names),
+        config=settings_by_layer(analysis, names, heads),
         expected_loss=sum(losses[layer][name] for layer, name in enumerate(names)),
         measured=False,
-        **{unit: relative(analysis, names, unit) for unit in BUDGETS},
+        **{unit: relative(analysis, names, unit, heads) for unit in BUDGETS},
     )
 
 
-def relative(analysis: Analysis, names: Any, unit: str) -> float:
-    """Cost of the model with these candidates in its layers, softmax in all of them being 1."""
+def relative(analysis: Analysis, names: Any, unit: str, heads: Mapping[int, list[int]] | None = None) -> float:
+    """Cost of the model with these candidates in its layers, softmax in all of them being 1.
+
+    Each head of a layer is taken to cost the same, those that stay softmax what a head of softmax costs.
+    """
     costs = _costs(analysis, unit)
+    of_layers = [_with_heads(analysis, costs, name, layer, heads) for layer, name in enumerate(names)]
     if unit == "memory":
-        return max(costs[name] for name in names) / costs[None]
+        return max(of_layers) / costs[None]
     rest = getattr(analysis.rest, unit)
-    return (rest + sum(costs[name] for name in names)) / (rest + analysis.layers * costs[None])
+    return (rest + sum(of_layers)) / (rest + analysis.layers * costs[None])
+
+
+def _with_heads(
+    analysis: Analysis,
+    costs: Mapping[str | None, float],
+    name: str | None,
+    layer: int,
+    heads: Mapping[int, list[int]] | None,
+) -> float:
+    """Cost of one layer, some heads of which stay softmax."""
+    share = len((heads or {}).get(layer, ())) / analysis.heads
+    return costs[name] + share * (costs[None] - costs[name])
 
 
 def _costs(analysis: Analysis, unit: str) -> dict[str | None, float]:
@@ -222,15 +273,15 @@ def _allowed_loss(analysis: Analysis, fidelity: float) -> float:
 _Choice = tuple[float, float, tuple[str | None, ...]]
 
 
-def _front(analysis: Analysis, names: list[str | None], unit: str) -> list[_Choice]:
+def _front(analysis: Analysis, names: list[str | None], unit: str, heads: Mapping[int, list[int]]) -> list[_Choice]:
     """Choices for all layers that no other one beats in both cost and loss, cheapest first."""
-    costs, losses = _costs(analysis, unit), _losses(analysis)
+    costs, losses, whole = _costs(analysis, unit), _losses(analysis), _whole(analysis, heads)
     front: list[_Choice] = [(0.0, 0.0, ())]
     for layer in range(analysis.layers):
         more: list[_Choice] = [
-            (cost + costs[name], loss + losses[layer][name], (*chosen, name))
+            (cost + _with_heads(analysis, costs, name, layer, heads), loss + losses[layer][name], (*chosen, name))
             for cost, loss, chosen in front
-            for name in names
+            for name in (names if layer not in whole else [None])
         ]
         more.sort(key=lambda choice: choice[:2])
         front = []

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from ..analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, Check, analyze, suggest
 from ..analyze.config import candidates_for
 from ..analyze.report import layer_table, suggestion_text, write_report, written_text
+from ..analyze.retrieval import DEFAULT_TEXTS
 from ..analyze.suggest import BUDGETS, check_wanted
 from ..data.documents import DataConfig, load_documents
 from ..modeling.configuration_linattn import AttentionConfig
@@ -49,6 +50,14 @@ class AnalyzeOptions:
         default=None,
         metadata={"help": "Suggest the cheapest choice with this cosine (encoders) or KL divergence (decoders)."},
     )
+    retrieval: float | None = field(
+        default=None,
+        metadata={
+            "help": "Heads that find planted tokens stay softmax: those with the largest retrieval scores, which "
+            f"together have this share of all. They count in the budget. Without --retrieval-texts, {DEFAULT_TEXTS} "
+            "texts are read for the scores."
+        },
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,13 +75,17 @@ def run(given: dict[str, Any]) -> None:
     model = given.pop("model")
     asked = sorted(given)
     selection = {f.name: given.pop(f.name) for f in dataclasses.fields(DataConfig) if f.name in given}
+    if options.retrieval is not None and options.dataset is not None:
+        given.setdefault("retrieval_texts", DEFAULT_TEXTS)
     config = taken(given, AnalyzeConfig)
     kept = Path(options.output) / "analysis.json"
     name, check = checkpoint_name(model), None
     wanted = {unit: getattr(options, unit) for unit in (*BUDGETS, "fidelity")}
     suggesting = any(value is not None for value in wanted.values())
     if suggesting:
-        check_wanted(wanted)
+        check_wanted(wanted, options.retrieval)
+    elif options.retrieval is not None:
+        raise ValueError(f"--retrieval {options.retrieval} needs a budget or a fidelity, such as --operations.")
     if options.dataset is not None:
         candidates = _chosen(options.candidates, AutoConfig.from_pretrained(model).model_type)
         documents = load_documents(DataConfig(dataset=options.dataset, **selection))
@@ -95,7 +108,7 @@ def run(given: dict[str, Any]) -> None:
             )
     else:
         raise ValueError(f"--dataset is missing, and {options.output!r} has no analysis to go on from.")
-    suggestion = suggest(analysis, **wanted, check=check) if suggesting else None
+    suggestion = suggest(analysis, **wanted, retrieval=options.retrieval, check=check) if suggesting else None
     write_report(analysis, options.output, suggestion=suggestion, command=command)
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
     print(f"\n{written_text(options.output, suggestion)}")

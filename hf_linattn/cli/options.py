@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -50,6 +51,8 @@ def add_options(parser: Any, options: type, *, only: Collection[str]) -> None:
         settings: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": f.metadata["help"]}
         if kind is bool:
             settings["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is dict:
+            settings |= {"type": json_object, "metavar": "JSON"}
         elif typing.get_origin(kind) is list:
             settings |= {"nargs": "+", "type": typing.get_args(kind)[0], "metavar": f.name.upper()}
         else:
@@ -61,6 +64,14 @@ def add_options(parser: Any, options: type, *, only: Collection[str]) -> None:
         elif f.default is not None and "Default:" not in f.metadata["help"]:
             settings["help"] += f" Default: {f.default}."
         parser.add_argument(f"--{f.name.replace('_', '-')}", **settings)
+
+
+def json_object(text: str) -> Any:
+    """A value that is given as JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
 def taken(given: dict[str, Any], options: type[T]) -> T:

@@ -183,13 +183,15 @@ def _set_closed_form(module: LinearAttention, call: AttentionCall) -> None:
 
 
 def _fit(module: LinearAttention, call: AttentionCall) -> None:
+    # heads that stay softmax have nothing to fit
+    linear = call if module.split is None else call.of_heads(module.split.linear)
     if has_closed_form(module):
-        _set_closed_form(module, call)
+        _set_closed_form(module, linear)
         if getattr(module.config, "feature_map", None) == "learned":
             _train(module, call, _RATES["features"])
         return
     if module.config.method == "performer":
-        center(module.far_part.feature_map, call.query, call.key, call.lengths)
+        center(module.far_part.feature_map, linear.query, linear.key, linear.lengths)
         _train(module, call, _RATES["features"])
     else:
         _train(module, call, _RATES["projection"])

@@ -1,5 +1,6 @@
 """Floating-point operations of matrix products: of softmax and of converted attention, and of linear layers."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -34,32 +35,54 @@ def base_flops(config: LinAttnConfig, length: int) -> float:
     )
 
 
-def linear_flops(settings: AttentionConfig, config: LinAttnConfig, length: int) -> float:
-    """Operations of one converted layer, counted while it runs on tensors without storage."""
+def linear_flops(settings: AttentionConfig, config: LinAttnConfig, length: int, softmax_heads: int = 0) -> float:
+    """Operations of one converted layer, counted while it runs on tensors without storage.
+
+    Those of its heads that stay softmax are counted as such.
+    """
+    # heads cost the same each
+    share = softmax_heads / config.num_attention_heads
+    settings = dataclasses.replace(settings, softmax_heads=None)
     with torch.device("meta"), torch.no_grad():
         module = linear_attention(settings, config, 0)
         x: Tensor = torch.empty(1, config.num_attention_heads, length, head_dim(config))
         with FlopCounterMode(display=False) as counter:
             module(x, x, x)
-    return counter.get_total_flops()
+    return (1 - share) * counter.get_total_flops() + (share and share * softmax_flops(config, length))
 
 
 def attention_flops(config: LinAttnConfig, length: int) -> float:
     """Operations of all attention layers of a document of `length` tokens, converted or not."""
     attention, sliding = config.attention, len(sliding_layers(config))
-    layers = [attention.of_layer(index) for index in range(config.num_hidden_layers)]
+    layers = [_plain(attention.of_layer(index)) for index in range(config.num_hidden_layers)]
+    heads = [len(attention.heads_of_layer(index)) for index in range(config.num_hidden_layers)]
     # layers of the same settings cost the same
+    kinds = list(zip(layers, heads, strict=True))
     converted = sum(
-        layers.count(settings) * linear_flops(settings, config, length)
-        for settings in _distinct(layers)
+        kinds.count((settings, softmax_heads)) * linear_flops(settings, config, length, softmax_heads)
+        for settings, softmax_heads in _distinct(kinds)
         if settings is not None
     )
     unconverted = (layers.count(None) - sliding) * softmax_flops(config, length)
     return converted + unconverted + (sliding and sliding * softmax_flops(config, length, config.sliding_window))
 
 
-def _distinct(layers: list[AttentionConfig | None]) -> list[AttentionConfig | None]:
-    return [settings for index, settings in enumerate(layers) if settings not in layers[:index]]
+def quadratic_parts(settings: AttentionConfig, layers: int) -> list[str]:
+    """What of converted layers still costs operations in proportion to n * n, n tokens being read; each once."""
+    of_layers = [settings.of_layer(index) for index in range(layers)]
+    per_slot = dict.fromkeys(getattr(x, "tokens_per_slot", None) for x in of_layers)
+    parts = [f"n / {tokens} slots for each of n tokens (tokens_per_slot)" for tokens in per_slot if tokens]
+    if heads := sum(map(len, (settings.softmax_heads or {}).values())):
+        parts.append(f"{heads} head{'s' * (heads > 1)} with all n tokens (softmax_heads)")
+    return parts
+
+
+def _plain(settings: AttentionConfig | None) -> AttentionConfig | None:
+    return None if settings is None else dataclasses.replace(settings, softmax_heads=None)
+
+
+def _distinct(kinds: list[tuple[AttentionConfig | None, int]]) -> list[tuple[AttentionConfig | None, int]]:
+    return [kind for index, kind in enumerate(kinds) if kind not in kinds[:index]]
 
 
 def crossover(config: LinAttnConfig, longest: int) -> int | None:

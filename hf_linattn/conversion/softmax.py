@@ -68,6 +68,11 @@ class AttentionCall:
         self.layer, self.query, self.key, self.value = layer, query, key, value
         self.lengths, self.output, self.root = lengths, output, root
 
+    def of_heads(self, heads: list[int]) -> "AttentionCall":
+        """The same of some heads."""
+        query, key, value, output = (x[:, heads] for x in (self.query, self.key, self.value, self.output))
+        return AttentionCall(self.layer, query, key, value, self.lengths, output, self.root)
+
 
 @contextmanager
 def watch_attention(model: PreTrainedModel, visit: Callable[[AttentionCall], Tensor | None]) -> Iterator[None]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..modeling.architectures import ARCHITECTURES
 from ..modeling.modeling_linattn import LinAttnPreTrainedModel
-from .flops import attention_flops, base_flops, crossover
+from .flops import attention_flops, base_flops, crossover, quadratic_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class ConversionSummary:
             out left out, since they stay the same.
         crossover: length in tokens from which on operations are fewer than with softmax; None if that is more
             than `max_length`.
+        quadratic: what of the converted layers costs operations in proportion to n * n, n tokens being read.
     """
 
     layers: int
@@ -31,6 +32,7 @@ class ConversionSummary:
     flops: float
     softmax_flops: float
     crossover: int | None
+    quadratic: tuple[str, ...] = ()
 
     def _comparison(self) -> str:
         ratio = self.softmax_flops / self.flops
@@ -50,6 +52,7 @@ class ConversionSummary:
                 f"attention per token     {self.flops / 1e6:,.2f} MFLOP at {self.max_length:,} tokens, with softmax "
                 f"{self.softmax_flops / 1e6:,.2f} MFLOP: {self._comparison()}",
                 f"fewer operations        {crossover} (counted in matrix products; time also depends on the machine)",
+                *(f"grows with n * n        {part}" for part in self.quadratic),
             )
         )
 
@@ -73,4 +76,5 @@ def summarize(model: LinAttnPreTrainedModel) -> ConversionSummary:
         flops=attention_flops(config, length) / length,
         softmax_flops=base_flops(config, length) / length,
         crossover=crossover(config, length),
+        quadratic=tuple(quadratic_parts(settings, layers)),
     )

@@ -281,12 +281,14 @@ def _check_trace(linear: Any) -> None:
         reason = f"how many blocks window_size={config.window_size} makes of a text"
     elif config.exact_length:
         reason = f"which rows exact_length={config.exact_length} makes exact"
+    elif getattr(config, "tokens_per_slot", None):
+        reason = f"how many slots tokens_per_slot={config.tokens_per_slot} makes of a text"
     else:
         return
     raise ValueError(
         f"torch.jit.trace would fix {reason}, and fail or be wrong for texts of other lengths. Use torch.compile, or "
-        "torch.export and torch.onnx.export(..., dynamo=True); an encoder without window_size and exact_length can be "
-        "traced."
+        "torch.export and torch.onnx.export(..., dynamo=True); an encoder without window_size, exact_length and "
+        "tokens_per_slot can be traced."
     )
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from .state import State
+from .state import SplitState, State
 
 
 class LinAttnCacheLayer(CacheLayerMixin):
-    """State of one layer: tensors, batch first, whose size does not grow with the text.
+    """State of one layer: tensors, batch first, whose size grows with the text only where a setting keeps tokens.
 
     Attributes:
         state: what came so far; None before the first token.
@@ -29,7 +29,7 @@ class LinAttnCacheLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: State | None = None
+        self.state: State | SplitState | None = None
         self.tokens = 0
         self.owner = ""
 
@@ -133,7 +133,7 @@ def prepare_cache(cache: Cache, converted: Iterable[int], *, owner: str = "", ro
         layer.owner = owner
 
 
-def _check_state(state: State, kept_by: str, index: int, owner: str, rows: int | None) -> None:
+def _check_state(state: State | SplitState, kept_by: str, index: int, owner: str, rows: int | None) -> None:
     if kept_by != owner:
         raise ValueError(
             f"Layer {index} of the cache holds the state of {kept_by}; {owner} cannot go on from the cache of another "

@@ -23,7 +23,7 @@ from .merge import merge  # noqa: F401
 from .moments import Moments  # noqa: F401
 from .peft_defaults import add_peft_defaults
 from .projections import PROJECTIONS, SHARING
-from .validation import check_bool, check_choice, check_integer
+from .validation import check_bool, check_choice, check_integer, check_integers
 
 #: What keys are clustered around.
 LANDMARKS = ("keys", "prototypes")
@@ -77,6 +77,14 @@ class AttentionConfig:
         default=None,
         metadata={"help": "Indices of the layers to convert, from 0; the others stay softmax. Default: all layers."},
     )
+    softmax_heads: dict[int, list[int]] | None = field(
+        default=None,
+        metadata={
+            "help": "Heads that stay softmax: index of a converted layer -> indices of its heads, those of queries "
+            "where several share keys; on the command line as JSON, '{\"3\": [0, 5]}'. Each costs n * n operations for "
+            "n tokens, and a decoder keeps all its keys. Default: none."
+        },
+    )
     near: bool = field(
         default=True, metadata={"help": "Whether the exact part (window and global tokens) takes part. For ablations."}
     )
@@ -106,6 +114,8 @@ class AttentionConfig:
                 check_integer(name, "layers", index, 0)
             if not self.layers or len(set(self.layers)) != len(self.layers):
                 raise ValueError(f"{name}: layers={self.layers!r} must name at least one layer, and each once.")
+        if self.softmax_heads is not None:
+            self.softmax_heads = _checked_heads(name, self.softmax_heads)
         for switch in ("near", "far", "global_queries"):
             check_bool(name, switch, getattr(self, switch))
         self._check_branches()
@@ -122,9 +132,17 @@ class AttentionConfig:
         """The settings of layer `index`, or None where it stays softmax."""
         return self if self.layers is None or index in self.layers else None
 
+    def heads_of_layer(self, index: int) -> list[int]:
+        """The heads of layer `index` that stay softmax."""
+        return (self.softmax_heads or {}).get(index, [])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with the method's name and the version of the format."""
-        return {"method": self.method, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        plain = {"method": self.method, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        if self.softmax_heads is not None:
+            # JSON has strings for keys
+            plain["softmax_heads"] = {str(layer): list(heads) for layer, heads in self.softmax_heads.items()}
+        return plain
 
     @staticmethod
     def from_dict(settings: dict[str, Any]) -> "AttentionConfig":
@@ -181,6 +199,14 @@ class LinformerConfig(AttentionConfig):
         default=0,
         metadata={"help": "Rounds of Lloyd's algorithm that move the landmarks, with projection='cluster' and keys."},
     )
+    tokens_per_slot: int | None = field(
+        default=None,
+        metadata={
+            "help": "A document of n tokens has n / tokens_per_slot summaries where that is more than "
+            "projection_length, so that its cost grows with n * n / tokens_per_slot. With projection='cluster' around "
+            "keys, in encoders. Default: projection_length summaries, whatever the length."
+        },
+    )
     selected_tokens: int = field(
         default=0,
         metadata={
@@ -204,6 +230,13 @@ class LinformerConfig(AttentionConfig):
         check_choice(type(self).__name__, "projection", self.projection, ("cluster", *PROJECTIONS))
         check_choice(type(self).__name__, "landmarks", self.landmarks, LANDMARKS)
         check_integer(type(self).__name__, "rounds", self.rounds, 0)
+        check_integer(type(self).__name__, "tokens_per_slot", self.tokens_per_slot, 1, optional=True)
+        if self.tokens_per_slot is not None and (self.projection, self.landmarks) != ("cluster", "keys"):
+            raise ValueError(
+                f"{type(self).__name__}: tokens_per_slot={self.tokens_per_slot} must be left out with "
+                f"projection={self.projection!r} and landmarks={self.landmarks!r}; the number of slots can grow with "
+                "projection='cluster' and landmarks='keys' only."
+            )
         check_integer(type(self).__name__, "selected_tokens", self.selected_tokens, 0)
         if self.selected_tokens and not (self.projection == "cluster" and self.window_size):
             raise ValueError(
@@ -275,7 +308,7 @@ class PerformerConfig(AttentionConfig):
 
 @dataclass(kw_only=True)
 class LayerwiseConfig(AttentionConfig):
-    """Settings that differ by layer. `max_length`, `seed`, `near` and `far` are those of the whole model.
+    """Settings that differ by layer. `max_length`, `seed`, `softmax_heads`, `near` and `far` are the whole model's.
 
     A layer's own branches can only be off where those of the whole are on.
     """
@@ -303,6 +336,8 @@ class LayerwiseConfig(AttentionConfig):
             index: AttentionConfig.from_dict(layers[index]) if isinstance(layers[index], dict) else layers[index]
             for index in sorted(layers)
         }
+        if self.softmax_heads is not None:
+            self.softmax_heads = _checked_heads(name, self.softmax_heads)
         for index, settings in self.by_layer.items():
             if type(settings) not in (classes := method_configs().values()):
                 allowed = " or a ".join(cls.__name__ for cls in classes)
@@ -311,6 +346,11 @@ class LayerwiseConfig(AttentionConfig):
                 raise ValueError(
                     f"{name}: by_layer[{index}].max_length={settings.max_length}, and that of the whole model is "
                     f"{self.max_length}."
+                )
+            if settings.softmax_heads not in (None, self._heads_alone(index)):
+                raise ValueError(
+                    f"{name}: by_layer[{index}].softmax_heads={settings.softmax_heads} must be left out; "
+                    "softmax_heads of the whole model has the heads of all layers."
                 )
             if settings.layers is not None:
                 raise ValueError(f"{name}: by_layer[{index}].layers={settings.layers} must not be set.")
@@ -324,10 +364,16 @@ class LayerwiseConfig(AttentionConfig):
         self.layers = list(self.by_layer)
         super().__post_init__()
         # the model's own settings, seen once here so that what does not fit is found before any layer is made
-        self.by_layer = {index: self._of_whole(settings) for index, settings in self.by_layer.items()}
+        self.by_layer = {index: self._of_whole(index, settings) for index, settings in self.by_layer.items()}
 
-    def _of_whole(self, settings: AttentionConfig) -> AttentionConfig:
-        return dataclasses.replace(settings, max_length=self.max_length, seed=self.seed)
+    def _of_whole(self, index: int, settings: AttentionConfig) -> AttentionConfig:
+        heads = self._heads_alone(index)
+        return dataclasses.replace(settings, max_length=self.max_length, seed=self.seed, softmax_heads=heads)
+
+    def _heads_alone(self, index: int) -> dict[int, list[int]] | None:
+        """`softmax_heads` of one layer."""
+        heads = self.heads_of_layer(index)
+        return {index: heads} if heads else None
 
     def _check_branches(self) -> None:
         for settings in self.by_layer.values():
@@ -342,6 +388,26 @@ class LayerwiseConfig(AttentionConfig):
         by_layer = {str(index): settings.to_dict() for index, settings in self.by_layer.items()}
         # which layers there are is told once
         return {**super().to_dict(), "layers": None, "by_layer": by_layer}
+
+
+def _checked_heads(owner: str, value: Any) -> dict[int, list[int]]:
+    """`softmax_heads` in order, with integers for the keys that JSON has as strings.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    allowed = f"{owner}: softmax_heads={value!r} must be a dict: index of a layer -> a list of its heads, each once."
+    if not isinstance(value, dict) or not value:
+        raise ValueError(allowed)
+    checked = {}
+    for layer, heads in value.items():
+        if isinstance(layer, bool) or not str(layer).isdecimal() or not isinstance(heads, (list, tuple)):
+            raise ValueError(allowed)
+        check_integers(owner, f"softmax_heads[{layer}]", heads, 0)
+        if len(set(heads)) != len(heads):
+            raise ValueError(allowed)
+        checked[int(layer)] = sorted(heads)
+    return dict(sorted(checked.items()))
 
 
 def _switched(settings: AttentionConfig, *, near: bool, far: bool) -> AttentionConfig:

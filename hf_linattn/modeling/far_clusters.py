@@ -10,9 +10,10 @@ scores the first counts.
 
 In an encoder M = E[q q^T] over some of the row's queries: keys are near each other where the logits of queries are.
 Half of the landmarks c_s are the keys at equally spaced ranks of the row, the other half the keys that are farthest
-from these. They are moved to the mean of their members `rounds` times (Lloyd's algorithm). Or they are `prototypes`,
-which are fixed, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of each.
-Prototypes start as random vectors; calibration makes them the centers of k-means over keys of the model.
+from these. There are `projection_length` of them, or one for every `tokens_per_slot` tokens of a row if that is more.
+They are moved to the mean of their members `rounds` times (Lloyd's algorithm). Or they are `prototypes`, which are
+fixed, and M = 1. A decoder has prototypes: its state is the count and the sums of keys and values of each. Prototypes
+start as random vectors; calibration makes them the centers of k-means over keys of the model.
 
 A slot's mass is sum_j exp(q.k_j), which is more than count * exp(q.mean): to second order by the factor exp(var / 2),
 with var the variance of the members' logits. Beside near keys, whose mass is exact, slots would weigh too little. So
@@ -85,11 +86,13 @@ class _ClusterFarPart(FarKeys):
 class _Assignment(NamedTuple):
     """Which slot each key of a row is in.
 
+    slots: the number of slots.
     slot: (batch, length, heads) long, the number of slots for a key that is in none.
     metric: M, (batch, heads, dim, dim), float32.
     square: k^T M k of each key, (batch, heads, length), float32.
     """
 
+    slots: int
     slot: Tensor
     metric: Tensor
     square: Tensor
@@ -101,14 +104,21 @@ class ClusterFarPart(_ClusterFarPart):
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
         prototypes = config.landmarks == "prototypes"
         super().__init__(config, num_heads=num_heads, head_dim=head_dim, seed=seed, prototypes=prototypes)
-        self.selected_tokens = config.selected_tokens
+        self.tokens_per_slot, self.selected_tokens = config.tokens_per_slot, config.selected_tokens
         # switches: see `LinAttnPreTrainedModel.branches`
         self.switches = {"summary": True, "selected": True}
 
+    def slots_of(self, length: int | Tensor) -> Any:
+        """How many slots a row of so many valid tokens has."""
+        if self.tokens_per_slot is None:
+            return self.num_slots
+        asked = (length + self.tokens_per_slot - 1) // self.tokens_per_slot
+        return asked.clamp_min(self.num_slots) if isinstance(asked, Tensor) else max(asked, self.num_slots)
+
     def summarize(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Slots:
-        slot = self.assign(query, key, rows).slot
+        assignment = self.assign(query, key, rows)
         # tokens before heads, as models hold them in memory
-        sums = _sums(slot, (key.transpose(1, 2), value.transpose(1, 2)), self.num_slots)
+        sums = _sums(assignment.slot, (key.transpose(1, 2), value.transpose(1, 2)), assignment.slots)
         mean_key, mean_value = sums.means()
         # (batch, 1, heads, slots, ...): all tokens are one block
         return Slots(
@@ -119,7 +129,7 @@ class ClusterFarPart(_ClusterFarPart):
         self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int, scale: float
     ) -> "_BlockClusters":
         assignment = self.assign(query.transpose(1, 2), key.transpose(1, 2), rows)
-        clusters = _BlockClusters(assignment, key, value, self.num_slots, window, scale)
+        clusters = _BlockClusters(assignment, key, value, window, scale)
         if self.selected_tokens and self.switches["selected"]:
             clusters.selection = Selection(
                 query,
@@ -142,43 +152,61 @@ class ClusterFarPart(_ClusterFarPart):
         query, key = query.detach(), key.detach()
         metric = _metric(query, rows)
         square = _squares(key, metric)
+        # the most that rows of this length can have: no shape depends on how many tokens are valid
+        slots = self.slots_of(rows.length)
+
+        def slots_of_keys(landmarks: Tensor, metric: Tensor | None, exists: Tensor | None) -> Tensor:
+            slot = nearest(key, landmarks, metric, exists)
+            # (batch, length, heads)
+            return slot.masked_fill(~rows.far_tokens[:, None], slots).transpose(1, 2)
+
         if self.prototypes is not None:
-            return _Assignment(self._slots(key, self.prototypes.centers, None, rows), metric, square)
-        landmarks = self._landmarks(key, metric, square, rows)
-        slot = self._slots(key, landmarks, metric, rows)
+            return _Assignment(slots, slots_of_keys(self.prototypes.centers, None, None), metric, square)
+        landmarks, exists = self._landmarks(key, metric, square, rows, slots)
+        slot = slots_of_keys(landmarks, metric, exists)
         for _ in range(self.rounds):
-            sums = _sums(slot, (key.transpose(1, 2),), self.num_slots)
+            sums = _sums(slot, (key.transpose(1, 2),), slots)
             (mean,) = sums.means()
             # a landmark without members stays where it is
             landmarks = torch.where(sums.members.squeeze(1)[..., None] > 0, mean.squeeze(1), landmarks)
-            slot = self._slots(key, landmarks, metric, rows)
-        return _Assignment(slot, metric, square)
+            slot = slots_of_keys(landmarks, metric, exists)
+        return _Assignment(slots, slot, metric, square)
 
-    def _slots(self, key: Tensor, landmarks: Tensor, metric: Tensor | None, rows: Rows) -> Tensor:
-        """The slot of each key, (batch, length, heads)."""
-        slot = nearest(key, landmarks, metric).masked_fill(~rows.far_tokens[:, None], self.num_slots)
-        return slot.transpose(1, 2)
+    def _landmarks(
+        self, key: Tensor, metric: Tensor, square: Tensor, rows: Rows, slots: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Keys at equally spaced ranks, and those that are farthest from them.
 
-    def _landmarks(self, key: Tensor, metric: Tensor, square: Tensor, rows: Rows) -> Tensor:
-        """Keys at equally spaced ranks, and those that are farthest from them: (batch, heads, slots, dim)."""
-        farthest = self.num_slots // 2
-        spaced = at(key, _spaced_positions(rows, self.num_slots - farthest))
+        Returns:
+            (batch, heads, slots, dim); and (batch, slots) bool, which of them a row has, or None for all.
+        """
+        farthest = slots // 2
+        # of each row, (batch or 1, 1)
+        of_row = self.slots_of(rows.valid_lengths[:, None]) if rows.lengths is not None else slots
+        position, is_spaced = _spaced_positions(rows, slots - farthest, of_row - of_row // 2)
+        all_exist = self.tokens_per_slot is None or rows.lengths is None
+        spaced = at(key, position)
         if not farthest:
-            return spaced
-        score = _nearest_scores(key, spaced, metric)
+            return spaced, None
+        score = _nearest_scores(key, spaced, metric, None if all_exist else is_spaced)
         # (k - c)^T M (k - c) of the nearest c, (batch, heads, length)
         distance = (square - 2 * score).masked_fill(~rows.far_tokens[:, None], float("-inf"))
         distance = F.pad(distance, (0, max(farthest - key.shape[2], 0)), value=float("-inf"))
         best = distance.topk(farthest, dim=-1)
         # where a row has fewer tokens, its first one again
         index = best.indices.masked_fill(best.values == float("-inf"), min(rows.first, rows.length - 1))
-        return torch.cat((spaced, key.take_along_dim(index.unsqueeze(-1), dim=2)), dim=2)
+        landmarks = torch.cat((spaced, key.take_along_dim(index.unsqueeze(-1), dim=2)), dim=2)
+        if all_exist:
+            return landmarks, None
+        is_farthest = torch.arange(farthest, device=key.device) < of_row // 2
+        return landmarks, torch.cat((is_spaced, is_farthest), dim=1)
 
 
-def _spaced_positions(rows: Rows, count: int) -> Tensor:
-    """Positions of the far tokens at `count` equally spaced ranks, (batch or 1, count)."""
+def _spaced_positions(rows: Rows, most: int, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the far tokens at `count` (an int or (batch, 1)) equally spaced ranks, and which of `most` exist."""
     total = (rows.valid_lengths[:, None] - rows.first).clamp_min(1)
-    return rows.first + torch.arange(count, device=rows.device) * total // count
+    number = torch.arange(most, device=rows.device)
+    return rows.first + number * total // count, (number < count).expand(len(total), -1)
 
 
 def _metric(query: Tensor, rows: Rows) -> Tensor:
@@ -200,7 +228,7 @@ def _squares(key: Tensor, metric: Tensor) -> Tensor:
     return torch.cat([(x.to(metric.dtype) @ metric).mul_(x).sum(-1) for x in chunks], dim=2)
 
 
-def _scores(key: Tensor, landmarks: Tensor, metric: Tensor | None) -> Iterator[Tensor]:
+def _scores(key: Tensor, landmarks: Tensor, metric: Tensor | None, exists: Tensor | None) -> Iterator[Tensor]:
     """k^T M c - c^T M c / 2 for a chunk of keys after the other, (batch, heads, tokens, slots); see `nearest`."""
     landmarks = landmarks if landmarks.ndim == 4 else landmarks.unsqueeze(0)
     # M c: (batch, heads, slots, dim)
@@ -208,16 +236,19 @@ def _scores(key: Tensor, landmarks: Tensor, metric: Tensor | None) -> Iterator[T
     landmarks = landmarks.to(dtype)
     weights = landmarks if metric is None else landmarks @ metric.to(dtype)
     half_square = (landmarks * weights).sum(-1).unsqueeze(-2) / 2
+    if exists is not None:
+        half_square = half_square.masked_fill(~exists[:, None, None], float("inf"))
     # scores of a chunk stay in the processor's cache
     return ((x.to(dtype) @ weights.mT).sub_(half_square) for x in key.split(chunk_size(key.device), dim=2))
 
 
 @torch.no_grad()
-def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None) -> Tensor:
+def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None, exists: Tensor | None = None) -> Tensor:
     """Index of the nearest of landmarks (batch or 1, heads, slots, dim) to each key (batch, heads, length, dim).
 
     Args:
         metric: M, (batch, heads, dim, dim); None for the identity.
+        exists: (batch, slots) bool, which landmarks a row has; None for all.
 
     Returns:
         (batch, heads, length) long; of equally near ones the first.
@@ -227,15 +258,15 @@ def nearest(key: Tensor, landmarks: Tensor, metric: Tensor | None = None) -> Ten
     number = torch.arange(slots, 0, -1, device=key.device, dtype=torch.float32)
     best = [
         scores.sub_(scores.amax(-1, keepdim=True)).sign_().add_(1).mul_(number).amax(-1)
-        for scores in _scores(key, landmarks, metric)
+        for scores in _scores(key, landmarks, metric, exists)
     ]
     # what is no number counts as the last
     return slots - torch.cat(best, dim=2).long().clamp(1, slots)
 
 
-def _nearest_scores(key: Tensor, landmarks: Tensor, metric: Tensor) -> Tensor:
+def _nearest_scores(key: Tensor, landmarks: Tensor, metric: Tensor, exists: Tensor | None) -> Tensor:
     """k^T M c - c^T M c / 2 of each key and the landmark c that is nearest to it, (batch, heads, length)."""
-    return torch.cat([scores.amax(-1) for scores in _scores(key, landmarks, metric)], dim=2)
+    return torch.cat([scores.amax(-1) for scores in _scores(key, landmarks, metric, exists)], dim=2)
 
 
 class _Sums(NamedTuple):
@@ -284,10 +315,8 @@ class _BlockClusters:
     Each near key is taken out of its slot: the sums of all keys minus those of three blocks.
     """
 
-    def __init__(
-        self, assignment: _Assignment, key: Tensor, value: Tensor, slots: int, window: int, scale: float
-    ) -> None:
-        slot, metric, square = assignment
+    def __init__(self, assignment: _Assignment, key: Tensor, value: Tensor, window: int, scale: float) -> None:
+        slots, slot, metric, square = assignment
         self.slot, self.key, self.value, self.slots, self.window = slot, key, value, slots, window
         self.total = _sums(slot, (key, value), slots)
         with torch.no_grad():

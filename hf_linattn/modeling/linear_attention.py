@@ -4,10 +4,13 @@
 
 Encoders: near are the keys of the query's block of `window_size` tokens and of the two beside it. Decoders: those of
 the query's block and of the one before it, up to the query; positions are ranks, which count the valid tokens of a row.
-In both, the first `global_tokens` keys are near every (later) query. All else is for the far part (`far_part`), which
+In both, the first `global_tokens` keys are near every (later) query. Heads that stay softmax (`softmax_heads`) see all
+keys exactly. All else is for the far part (`far_part`), which
 answers with keys (one softmax over all) or with sums (merged by their mass).
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from .decoder_attention import attend_causally
 from .encoder_attention import attend
 from .far_part import Settings
 from .methods import METHODS
+from .softmax_heads import HeadSplit
+from .state import State
 
 
 class LinearAttention(nn.Module):
@@ -29,6 +34,8 @@ class LinearAttention(nn.Module):
         causal: a decoder's.
         seed: of random features and fixed projections.
         shared: another layer's module whose far part this layer uses (sharing="layers").
+        softmax_heads: heads that stay softmax.
+        group_size: how many neighboring heads of queries share a head of keys and values.
     """
 
     training_forwards: Tensor
@@ -42,11 +49,15 @@ class LinearAttention(nn.Module):
         causal: bool,
         seed: int,
         shared: "LinearAttention | None" = None,
+        softmax_heads: Sequence[int] = (),
+        group_size: int = 1,
     ) -> None:
         super().__init__()
         self.config, self.causal, self.owns_far_part = config, causal, shared is None
         # switches: see `LinAttnPreTrainedModel.branches`
         self.near, self.far, self.exact = config.near, config.far, True
+        self.split = HeadSplit(softmax_heads, num_heads=num_heads, group_size=group_size) if softmax_heads else None
+        num_heads -= len(softmax_heads)
         method = METHODS[config.method]
         make: Any = method.decoder if causal else method.encoder
         if shared is None:
@@ -107,7 +118,7 @@ class LinearAttention(nn.Module):
         *,
         scale: float = 1.0,
     ) -> Tensor:
-        """Attention in time and memory linear in the length.
+        """Attention in time and memory linear in the length, but for heads that stay softmax.
 
         Args:
             query, key: (batch, heads, length, head_dim).
@@ -120,10 +131,31 @@ class LinearAttention(nn.Module):
             (batch, heads, length, value_dim) in the dtype of `value`. In a decoder zeros for padding and for queries
             that see no key.
         """
+        state: Any = None if cache is None else cache.state
         settings = self.settings(scale)
-        if not self.causal:
-            return attend(query, key, value, self.far_part, lengths, settings)
-        if cache is None:
-            return attend_causally(query, key, value, self.far_part, None, lengths, settings, keep=False)[0]
-        out, cache.state = attend_causally(query, key, value, self.far_part, cache.state, lengths, settings)
+        attend_heads = partial(self._attend, keep=cache is not None)
+        if self.split is None:
+            out, state = attend_heads(query, key, value, lengths, state, settings)
+        else:
+            out, state = self.split.attend(
+                attend_heads, query, key, value, lengths, state, settings, causal=self.causal
+            )
+        if cache is not None:
+            cache.state = state
         return out
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor | None,
+        state: State | None,
+        settings: Settings,
+        *,
+        keep: bool,
+    ) -> tuple[Tensor, State | None]:
+        """Linear attention of the heads that are given, and the state after it of a decoder, if that is to be kept."""
+        if self.causal:
+            return attend_causally(query, key, value, self.far_part, state, lengths, settings, keep=keep)
+        return attend(query, key, value, self.far_part, lengths, settings), None

@@ -45,6 +45,7 @@ from .near import NearPart  # noqa: F401
 from .peft_defaults import add_peft_defaults  # noqa: F401
 from .projections import Projection  # noqa: F401
 from .selection import Selection  # noqa: F401
+from .softmax_heads import HeadSplit  # noqa: F401
 from .state import State  # noqa: F401
 from .validation import check_integer  # noqa: F401
 
@@ -234,6 +235,12 @@ def check_config(config: LinAttnConfig) -> None:
             f"{name}: projection='gaussian' cannot be causal: each of its slots mixes all tokens of a document, so "
             "that none is finished before the document ends. Use learned, mean, max or conv."
         )
+    per_slot = next(filter(None, (getattr(x, "tokens_per_slot", None) for x in its_layers)), None)
+    if architecture.causal and per_slot:
+        raise ValueError(
+            f"{name}: tokens_per_slot={per_slot} must be left out: {architecture.model_type} is a decoder, whose "
+            "clusters have prototypes, as many as projection_length says."
+        )
     if settings.layers is not None:
         if architecture.shares_layers:
             raise ValueError(
@@ -244,11 +251,35 @@ def check_config(config: LinAttnConfig) -> None:
             raise ValueError(
                 f"{name}: layers={settings.layers}; the model has layers 0 to {config.num_hidden_layers - 1}."
             )
+    _check_softmax_heads(config)
     if sliding := sorted({*sliding_layers(config)}.intersection(_converted_layers(config))):
         raise ValueError(
             f"{name}: layers {sliding} have a sliding window of {config.sliding_window} tokens, so that their cost is "
             "linear already. They stay as they are; leave them out of `layers`."
         )
+
+
+def _check_softmax_heads(config: LinAttnConfig) -> None:
+    name, settings, architecture = type(config).__name__, config.attention, ARCHITECTURES[config.base_model_type]
+    if settings.softmax_heads and architecture.shares_layers:
+        raise ValueError(
+            f"{name}: softmax_heads={settings.softmax_heads} must be left out: {architecture.model_type} has one "
+            "attention module for all layers."
+        )
+    converted, heads = _converted_layers(config), config.num_attention_heads
+    for layer, chosen in (settings.softmax_heads or {}).items():
+        if layer not in converted:
+            raise ValueError(
+                f"{name}: softmax_heads has layer {layer}; it must be one of the converted layers, "
+                f"{', '.join(map(str, converted))}."
+            )
+        if max(chosen) >= heads:
+            raise ValueError(f"{name}: softmax_heads[{layer}]={chosen}; the layer has heads 0 to {heads - 1}.")
+        if len(chosen) == heads:
+            raise ValueError(
+                f"{name}: softmax_heads[{layer}] has all {heads} heads of the layer, so that nothing is converted in "
+                "it. Leave it out of `layers`."
+            )
 
 
 def check_attention(config: Any) -> None:
@@ -327,14 +358,17 @@ def linear_attention(
 
     `shared` is the first layer's module where all layers share one projection.
     """
+    num_heads = model_config.num_attention_heads
     return LinearAttention(
         config,
-        num_heads=model_config.num_attention_heads,
+        num_heads=num_heads,
         head_dim=head_dim(model_config),
         causal=ARCHITECTURES[model_config.base_model_type].causal,
         # far apart: no two layers of any two seeds that people choose draw the same numbers
         seed=config.seed * 1_000_003 + index,
         shared=shared,
+        softmax_heads=config.heads_of_layer(index),
+        group_size=num_heads // (getattr(model_config, "num_key_value_heads", None) or num_heads),
     )
 
 

@@ -6,6 +6,7 @@ does not travel with a checkpoint.
 """
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def attention(
 ) -> Tensor:
     """What `layer(query, key, value, lengths, scale=scale)` computes, by the formula of its method."""
     settings = layer.settings(scale)
+    if layer.split is not None:
+        return _split_attention(layer, query, key, value, lengths, scale)
     position = torch.arange(query.shape[2], device=query.device)
     valid_lengths = _valid_lengths(lengths, query.shape[2], query.device)
     valid = (position < valid_lengths[:, None])[:, None, :, None]
@@ -50,6 +53,26 @@ def attention(
     logits = (query * scale) @ key.transpose(-1, -2)
     logits = logits.masked_fill(~valid.mT, float("-inf"))
     return torch.where(exact[:, None, :, None], logits.softmax(-1) @ value, out)
+
+
+def _split_attention(
+    layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, scale: float
+) -> Tensor:
+    """All heads as softmax, and those that do not stay softmax by the formula of the method."""
+    split, position = layer.split, torch.arange(query.shape[2], device=query.device)
+    assert split is not None
+    seen = (position < _valid_lengths(lengths, len(position), query.device)[:, None])[:, None, None]
+    seen = seen & (position <= position[:, None]) if layer.causal else seen
+    logits = (query * scale) @ key.transpose(-1, -2)
+    out = logits.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num() @ value
+    out = after_end(out, lengths) if layer.causal else out
+    try:
+        layer.split = None
+        query, key, value = (x[:, split.linear] for x in (query, key, value))
+        out[:, split.linear] = attention(layer, query, key, value, lengths, scale)
+    finally:
+        layer.split = split
+    return out
 
 
 def _valid_lengths(lengths: Tensor | None, length: int, device: torch.device) -> Tensor:
@@ -133,10 +156,17 @@ def cluster_attention(
 ) -> Tensor:
     """Every query has means of its own over the members of each cluster that are far from it."""
     window_size, global_tokens, near, far, scale = settings[:5]
-    length, slots, device = query.shape[2], far_part.num_slots, query.device
+    length, device = query.shape[2], query.device
     position = torch.arange(length, device=device)
     valid_lengths = _valid_lengths(lengths, length, device)
     causal = isinstance(far_part, CausalClusterFarPart)
+    if not causal and far_part.tokens_per_slot is not None and len(query) > 1:  # type: ignore[union-attr]
+        # rows differ in their number of slots
+        rows = zip(query.split(1), key.split(1), value.split(1), valid_lengths.expand(len(query)).split(1), strict=True)
+        return torch.cat([cluster_attention(q, k, v, far_part, n, settings) for q, k, v, n in rows])
+    slots = far_part.num_slots
+    if not causal and far_part.tokens_per_slot is not None:  # type: ignore[union-attr]
+        slots = max(slots, math.ceil(int(valid_lengths) / far_part.tokens_per_slot))  # type: ignore[union-attr]
     if causal:
         begins = far_part.near_start(position, window_size, global_tokens)
         is_near = (position >= begins[:, None]) | (position < global_tokens)

@@ -166,3 +166,32 @@ def empty_state(key: Tensor, value: Tensor, part: FarPart, settings: Settings) -
     seen = torch.zeros(batch, dtype=torch.long, device=key.device)
     key, value = (x.new_zeros(batch, heads, columns, x.shape[-1]) for x in (key, value))
     return State(first, near_length, seen, key, value, log_mass, part.initial_state(key, value))
+
+
+@dataclass
+class SplitState:
+    """The state of a layer some heads of which stay softmax. The first dimension of each tensor is the batch.
+
+    Attributes:
+        linear: of the other heads.
+        key, value: (batch, heads, tokens, dim) of all tokens, for heads of keys that some softmax head reads.
+        valid: (batch, tokens) bool, False for padding.
+    """
+
+    linear: State
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "SplitState":
+        """The state with `function` applied to each tensor."""
+        return SplitState(self.linear.map(function), *map(function, (self.key, self.value, self.valid)))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the state."""
+        return (*self.linear.tensors(), self.key, self.value, self.valid)
+
+    @property
+    def seen(self) -> Tensor:
+        """(batch,) long: how many valid tokens came."""
+        return self.linear.seen

@@ -25,6 +25,8 @@ def attention_text(settings: dict[str, Any]) -> str:
         names = {"learned": "trainable, starts as segment means", "cluster": "clusters of keys"}
         start = names.get(settings["projection"], settings["projection"])
         parts.append(f"Linformer k={settings['projection_length']} ({start})")
+        if settings.get("tokens_per_slot"):
+            parts.append(f"a slot for every {settings['tokens_per_slot']} tokens")
         if settings.get("selected_tokens"):
             parts.append(f"{settings['selected_tokens']} tokens selected")
     else:
@@ -32,6 +34,8 @@ def attention_text(settings: dict[str, Any]) -> str:
         matched = {"moments": ", matched to moments", "row_moments": ", matched to each document"}
         start += matched.get(settings.get("init", "random"), "")
         parts.append(f"Performer m={settings['num_features']} ({start})")
+    if heads := settings.get("softmax_heads"):
+        parts.append("softmax in " + ", ".join(f"{layer}:{head}" for layer, its in heads.items() for head in its))
     if settings["layers"] is not None:
         parts.append(f"layers {', '.join(map(str, settings['layers']))}")
     return ", ".join(parts)

@@ -26,9 +26,10 @@ from common import experiment_parser, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert_checkpoint
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
+from hf_linattn.data.synthetic import Example, make_examples
 from hf_linattn.evaluate.intervals import Interval, bootstrap_difference, bootstrap_interval
 from hf_linattn.evaluate.metrics import metric_function
-from hf_linattn.evaluate.tasks.synthetic import Example, make_examples, score
+from hf_linattn.evaluate.tasks.synthetic import score
 from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.files import write_text
 from hf_linattn.utils.markdown import interval_text

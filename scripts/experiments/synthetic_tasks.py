@@ -27,9 +27,10 @@ from transformers.utils import logging
 
 from common import experiment_parser, write_report
 from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig, convert
-from hf_linattn.evaluate.tasks.listops import WORDS
-from hf_linattn.evaluate.tasks.synthetic import IGNORED, Example, Outcome, SyntheticConfig, make_examples, padded, score
-from hf_linattn.evaluate.tasks.vocabulary import Vocabulary
+from hf_linattn.data.listops import WORDS
+from hf_linattn.data.synthetic import IGNORED, Example, SyntheticConfig, make_examples
+from hf_linattn.data.vocabulary import Vocabulary
+from hf_linattn.evaluate.tasks.synthetic import Outcome, padded, score
 from hf_linattn.utils.figures import REFERENCE, draw_intervals, legend_below
 from hf_linattn.utils.files import write_text
 

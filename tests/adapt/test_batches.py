@@ -14,7 +14,7 @@ from hf_linattn.adapt import AdaptConfig, adapt, loop
 from hf_linattn.adapt.batches import Example, Sequences, collate, tokenize
 from hf_linattn.data.documents import DataConfig
 
-from .runs import SHORT, write_documents
+from .runs import SHORT, killed_when, same_weights, write_documents
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,44 @@ def test_rows_are_padded_at_the_end() -> None:
     assert tokens["labels"].tolist() == [[5, -100], [5, -100]]
     with pytest.raises(ValueError, match="label 'b' is not one of 'a'"):
         tokenize([Example("7", "b")], Words(), 2, {"a": 0})
+
+
+def recorded(folder: Path, output: Path, settings: dict[str, Any], data: DataConfig) -> list[list[list[int]]]:
+    """The token ids of each batch and evaluation of a run."""
+    rows: list[list[list[int]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def record(part: Any, *arguments: Any) -> Any:
+            rows.append([row["input_ids"] for row in part])
+            return collate(part, *arguments)
+
+        patch.setattr(loop, "collate", record)
+        adapt(folder, output, AdaptConfig(**{**SHORT, **settings}), data=data)
+    return rows
+
+
+def test_some_sequences_get_keys_and_repeated_passages(folder: Path, data: DataConfig, tmp_path: Path) -> None:
+    plain, some, every = (
+        recorded(folder, tmp_path / str(share), {"retrieval_share": share}, data) for share in (0.0, 0.5, 1.0)
+    )
+    assert [[*map(len, batch)] for batch in plain] == [[*map(len, batch)] for batch in some]
+    changed = [
+        [a != b for a, b in zip(*pair, strict=True)]
+        for found in (some, every)
+        for pair in zip(plain, found, strict=True)
+    ]
+    half, whole = changed[: len(plain)], changed[len(plain) :]
+    # sequences of training, 8 batches of 4, and none that is evaluated
+    assert 8 <= sum(map(sum, half)) <= 24 and sum(map(sum, whole)) > 28
+    assert sum(any(batch) for batch in whole) == 8
+
+
+def test_a_run_with_planted_keys_goes_on_as_if_left_alone(folder: Path, data: DataConfig, tmp_path: Path) -> None:
+    config = AdaptConfig(**{**SHORT, "retrieval_share": 0.5})
+    adapt(folder, tmp_path / "whole", config, data=data)
+    with killed_when(lambda target, state: target.name == "checkpoint" and state["progress"]["step"] == 2):
+        adapt(folder, tmp_path / "killed", config, data=data)
+    adapt(folder, tmp_path / "killed", config, data=data)
+    assert same_weights(tmp_path / "whole", tmp_path / "killed")
+    with pytest.raises(FileExistsError, match="retrieval_share"):
+        adapt(folder, tmp_path / "killed", dataclasses.replace(config, retrieval_share=0.0), data=data)

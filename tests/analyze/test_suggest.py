@@ -134,3 +134,24 @@ def test_the_config_is_what_convert_takes() -> None:
 def test_what_cannot_be_had_is_told(wanted: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         suggest(_analysis(), **wanted)
+
+
+def test_heads_that_stay_softmax_count_in_the_budget() -> None:
+    """Of two heads, one of layer 0 and both of layer 2: half of the cost there is softmax's, and all of it here."""
+    scores = ((0.4, 0.0), (0.0, 0.0), (0.3, 0.3))
+    analysis = dataclasses.replace(_analysis(), retrieval=scores)
+    found = suggest(analysis, time=0.75, retrieval=1.0)
+    assert found.names == ("good", "middle", None)
+    assert found.config.softmax_heads == {0: [0]}
+    # the rest, and the layers
+    assert found.time == pytest.approx((6 + (4 + 8) / 2 + 2 + 8) / 30)
+    asked = []
+
+    def check(names, heads) -> float:
+        asked.append((tuple(names), heads))
+        return 0.01
+
+    suggest(analysis, time=0.8, retrieval=1.0, check=check)
+    assert all(names[2] is None and heads == {0: [0], 2: [0, 1]} for names, heads in asked) and len(asked) > 2
+    with pytest.raises(ValueError, match=r"No choice has time=0\.5, retrieval=1\.0\. The cheapest takes 0\.650"):
+        suggest(analysis, time=0.5, retrieval=1.0)

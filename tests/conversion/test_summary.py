@@ -1,8 +1,11 @@
 """What a conversion adds and saves, counted."""
 
+import dataclasses
+
 import pytest
 
 from hf_linattn import LinformerConfig, PerformerConfig
+from hf_linattn.conversion.flops import linear_flops
 from hf_linattn.conversion.summary import summarize
 
 from ..helpers import converted_model
@@ -33,3 +36,15 @@ def test_a_conversion_that_never_pays_says_so() -> None:
     summary = summarize(converted_model(PerformerConfig(num_features=1024)))
     assert summary.crossover is None
     assert f"nowhere up to {summary.max_length} tokens" in str(summary)
+
+
+def test_slots_by_length_are_counted_and_said() -> None:
+    model = converted_model(LinformerConfig(projection_length=2, tokens_per_slot=4))
+    settings, config = model.config.attention, model.config
+    fixed = dataclasses.replace(settings, tokens_per_slot=None)
+    for length in (8, 32, 64):
+        as_many = dataclasses.replace(fixed, projection_length=length // 4)
+        assert linear_flops(settings, config, length) == linear_flops(as_many, config, length)
+    line = "grows with n * n        n / 4 slots for each of n tokens (tokens_per_slot)"
+    assert str(summarize(model)).splitlines()[-1] == line
+    assert summarize(converted_model(LinformerConfig(projection_length=2))).quadratic == ()

@@ -132,6 +132,39 @@ def test_an_encoder_is_the_reference(
 
 
 @LENGTHS
+@pytest.mark.parametrize("tokens_per_slot", [1, 3, 4, 29, 64])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"global_tokens": 2, "rounds": 2}, {"window_size": 4, "global_tokens": 1}]
+    + [{"window_size": 4, **more} for more in ({"rounds": 2}, {"selected_tokens": 6})],
+    ids=str,
+)
+def test_slots_by_length_are_the_reference(
+    settings: dict[str, int], tokens_per_slot: int, lengths: Tensor | None
+) -> None:
+    check_encoder(encoder(2, tokens_per_slot=tokens_per_slot, **settings), lengths)
+
+
+@pytest.mark.parametrize(("length", "slots"), [(1, 3), (12, 3), (13, 4), (16, 4), (17, 5), (30, 8)])
+def test_a_row_has_the_slots_of_its_own_length(length: int, slots: int) -> None:
+    """At least 3, and one for every 4 tokens: as if projection_length were that, beside a longer row too."""
+    layer, inputs, lengths = encoder(3, tokens_per_slot=4), qkv(LENGTH, scale=2.0), torch.tensor([length, LENGTH])
+    alone = encoder(slots)(*(x[:1, :, :length] for x in inputs))
+    for out in (layer(*inputs, lengths), layer(*(x[:1, :, :length] for x in inputs))):
+        torch.testing.assert_close(out[:1, :, :length], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_slots_by_length_need_clusters_of_keys() -> None:
+    for settings in ({"projection": "mean"}, {"landmarks": "prototypes"}):
+        with pytest.raises(
+            ValueError, match=r"tokens_per_slot=4 must be left out with projection='\w+' and landmarks="
+        ):
+            LinformerConfig(tokens_per_slot=4, **settings)
+    with pytest.raises(ValueError, match="tokens_per_slot=4 must be left out: gpt2 is a decoder"):
+        converted_model(LinformerConfig(tokens_per_slot=4), "gpt2")
+
+
+@LENGTHS
 @SLOTS
 @pytest.mark.parametrize("selected_tokens", [1, 6, 64])
 @pytest.mark.parametrize("summary", [True, False])

@@ -10,12 +10,12 @@ from hf_linattn import AttentionConfig, LinformerConfig, PerformerConfig
 from hf_linattn.modeling import naive
 from hf_linattn.modeling.feature_maps import Features, positive_features
 
-from ..helpers import CAUSAL, METHODS, config_id, linear_attention, qkv, softmax_attention, trained
+from ..helpers import CAUSAL, METHODS, SPLIT, config_id, linear_attention, qkv, softmax_attention, trained
 
 pytestmark = pytest.mark.core
 
 LENGTH = 14
-WAYS = [*((config, False) for config in METHODS), *((config, True) for config in CAUSAL)]
+WAYS = [*((config, False) for config in [*METHODS, *SPLIT]), *((config, True) for config in [*CAUSAL, *SPLIT])]
 
 
 def test_the_estimate_of_the_worked_example() -> None:

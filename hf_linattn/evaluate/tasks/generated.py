@@ -6,10 +6,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ...data.documents import TOPICS, DataConfig, load_documents
+from ...data.synthetic import Example, SyntheticConfig, make_examples
 from ...modeling.architectures import ARCHITECTURES
 from ..runner import Runner
 from .base import ExampleOptions, Metric, Outcomes, Task, metric
-from .synthetic import Example, SyntheticConfig, make_examples, score
+from .synthetic import score
 
 
 class _Generated(Task):

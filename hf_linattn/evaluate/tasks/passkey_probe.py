@@ -9,10 +9,10 @@ from sklearn.model_selection import StratifiedKFold
 from transformers import PreTrainedTokenizerBase
 
 from ...data.documents import DataConfig
+from ...data.vocabulary import Vocabulary
 from ..runner import Runner
 from .base import DocumentTask, ExampleOptions, Metric, Outcomes, metric, most_frequent
 from .probe import CrossValidationOptions, check_classes, cross_validated
-from .vocabulary import Vocabulary
 
 
 @dataclass(kw_only=True)

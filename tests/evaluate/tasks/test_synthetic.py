@@ -14,18 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from hf_linattn import LinformerConfig
-from hf_linattn.evaluate.tasks.listops import DIGITS, WORDS, draw_expression, largest_size, median
-from hf_linattn.evaluate.tasks.synthetic import (
-    IGNORED,
-    READINGS,
-    TASKS,
-    Example,
-    Outcome,
-    SyntheticConfig,
-    make_examples,
-    score,
-)
-from hf_linattn.evaluate.tasks.vocabulary import Vocabulary
+from hf_linattn.data.listops import DIGITS, WORDS, draw_expression, largest_size, median
+from hf_linattn.data.synthetic import IGNORED, READINGS, TASKS, Example, SyntheticConfig, make_examples
+from hf_linattn.data.vocabulary import Vocabulary
+from hf_linattn.evaluate.tasks.synthetic import Outcome, score
 
 from ...helpers import converted_model, prompts, tiny_model
 

@@ -20,6 +20,7 @@ from ...helpers import (
     CAUSAL_FEW,
     METHODS,
     SHARED,
+    SPLIT,
     as_trained,
     converted_model,
     small,
@@ -40,6 +41,7 @@ EXACT_ROWS = [dataclasses.replace(config, exact_length=25) for config in ONE_EAC
 WAYS = [
     *METHODS,
     *(config for config in SHARED if config not in METHODS),
+    *SPLIT,
     *EXACT_ROWS,
     *(dataclasses.replace(config, global_queries=False) for config in ONE_EACH),
 ]
@@ -59,7 +61,7 @@ def _cases(
 
 #: (architecture, settings)
 ENCODERS = _cases(ENCODER, WAYS, ONE_EACH, causal=False)
-DECODERS = _cases(DECODER, [*CAUSAL, *(c for c in CAUSAL_FEW if c.layers)], CAUSAL_FEW, causal=True)
+DECODERS = _cases(DECODER, [*CAUSAL, *SPLIT, *(c for c in CAUSAL_FEW if c.layers)], CAUSAL_FEW, causal=True)
 CASES = [*ENCODERS, *DECODERS]
 
 #: half precision and autocast take the same code whatever the settings are: every way meets each dtype once

@@ -12,6 +12,7 @@ from hf_linattn.modeling.linear_attention import LinearAttention
 
 from ...helpers import (
     CAUSAL,
+    SPLIT,
     assert_values_and_gradients_agree,
     config_id,
     in_chunks,
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.core
 
 LENGTH = 30
 ALL_WAYS = pytest.mark.parametrize(
-    ("config", "causal"), [*((config, False) for config in WAYS), *((config, True) for config in CAUSAL)], ids=config_id
+    ("config", "causal"),
+    [*((config, False) for config in WAYS), *((config, True) for config in [*CAUSAL, *SPLIT])],
+    ids=config_id,
 )
 LENGTHS = pytest.mark.parametrize("lengths", [None, torch.tensor([30, 17])], ids=["full", "padded"])
 

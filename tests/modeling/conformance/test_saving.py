@@ -22,6 +22,7 @@ from ...helpers import (
     ENCODERS,
     PURE,
     SHARED,
+    SPLIT,
     as_trained,
     can_be_causal,
     config_id,
@@ -65,6 +66,7 @@ def _saved() -> dict[str, tuple[str, AttentionConfig]]:
     pairs += [
         (name, small(type(config), layers=[1], window_size=4)) for name in (ENCODER, DECODER) for config in ONE_EACH
     ]
+    pairs += [(name, config) for name in (ENCODER, DECODER) for config in SPLIT]
     return {f"{name} {config_id(config)}": (name, config) for name, config in pairs}
 
 
