@@ -40,9 +40,9 @@ def attend_causally(
     if longest is not None and query.shape[2] > longest:
         raise ValueError(f"{query.shape[2]} tokens are more than max_length={longest} of this model's projections.")
     if state is None:
-        return _Queries(
-            query, key, value, far, empty_state(key, value, far, settings), lengths, settings, True
-        ).attend()
+        state = empty_state(key, value, far, settings)
+        return _Queries(query, key, value, state.part or far, state, lengths, settings, True).attend()
+    far = state.part or far
     query, key, value = (x.to(state.key.dtype) for x in (query, key, value))
     if query.shape[2] == 1:
         return step(query, key, value, far, state, lengths, settings)
