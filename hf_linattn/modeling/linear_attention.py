@@ -8,6 +8,8 @@ In both, the first `global_tokens` keys are near every (later) query. All else i
 answers with keys (one softmax over all) or with sums (merged by their mass).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -120,10 +122,31 @@ class LinearAttention(nn.Module):
             (batch, heads, length, value_dim) in the dtype of `value`. In a decoder zeros for padding and for queries
             that see no key.
         """
-        settings = self.settings(scale)
-        if not self.causal:
-            return attend(query, key, value, self.far_part, lengths, settings)
-        if cache is None:
-            return attend_causally(query, key, value, self.far_part, None, lengths, settings)[0]
-        out, cache.state = attend_causally(query, key, value, self.far_part, cache.state, lengths, settings)
-        return out
+        offloaded = [module for module in self.far_part.modules.values() if hasattr(module, "_hf_hook")]
+        with _loaded(offloaded) if offloaded else nullcontext():
+            settings = self.settings(scale)
+            if not self.causal:
+                return attend(query, key, value, self.far_part, lengths, settings)
+            if cache is None:
+                return attend_causally(query, key, value, self.far_part, None, lengths, settings)[0]
+            out, cache.state = attend_causally(query, key, value, self.far_part, cache.state, lengths, settings)
+            return out
+
+
+@contextmanager
+def _loaded(modules: list[Any]) -> Iterator[None]:
+    """While this lasts, weights that Accelerate keeps on the disk or another device are where they are used.
+
+    Its hook loads them for each call of a module, and a far part reads their tensors without one.
+    """
+    wrapped = [module.forward for module in modules]
+    for module in modules:
+        module._hf_hook.pre_forward(module)
+        # a call in between would take them away
+        module.forward = module._old_forward
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, wrapped, strict=True):
+            module.forward = forward
+            module._hf_hook.post_forward(module, None)
