@@ -253,36 +253,59 @@ def test_an_export_at_512_tokens_reads_1_and_100_and_511(
         torch.testing.assert_close(torch.tensor(found[row, :length]), expected, rtol=1e-4, atol=1e-4)
 
 
+#: family -> head, and a map with one layer on the disk
+ON_DISK = {
+    "bert": (
+        "AutoModel",
+        {"embeddings": "cpu", "encoder.layer.0": "disk", "encoder.layer.1": "cpu", "pooler": "cpu"},
+    ),
+    "llama": (
+        "AutoModelForCausalLM",
+        {
+            **dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu"),
+            "model.layers.1": "disk",
+            "lm_head": "cpu",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
 @pytest.mark.parametrize(
-    ("family", "auto", "device_map"),
+    "config",
     [
-        (
-            "bert",
-            "AutoModel",
-            {"embeddings": "cpu", "encoder.layer.0": "disk", "encoder.layer.1": "cpu", "pooler": "cpu"},
-        ),
-        (
-            "llama",
-            "AutoModelForCausalLM",
-            {
-                **dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu"),
-                "model.layers.1": "disk",
-                "lm_head": "cpu",
-            },
-        ),
+        CONFIG,
+        dataclasses.replace(CONFIG, window_size=0),
+        dataclasses.replace(CONFIG, projection="mean"),
+        dataclasses.replace(CONFIG, projection="conv", sharing="layers"),
+        LinformerConfig(projection_length=8, window_size=4, landmarks="prototypes"),
+        PerformerConfig(num_features=16, init="moments"),
+        PerformerConfig(num_features=16, feature_map="learned", window_size=4),
     ],
+    ids=config_id,
 )
-def test_weights_may_be_on_the_disk(family: str, auto: str, device_map: dict[str, str], tmp_path: Path) -> None:
-    # a method without parameters of its own
-    config = dataclasses.replace(CONFIG, projection="mean")
+@pytest.mark.parametrize("family", ON_DISK)
+def test_weights_may_be_on_the_disk(
+    family: str, config: LinformerConfig, offload_buffers: bool, tmp_path: Path
+) -> None:
+    """Accelerate loads the weights of a module for each call of it, and a far part reads them without one."""
+    auto, device_map = ON_DISK[family]
+    if family == "llama" and getattr(config, "landmarks", "keys") == "prototypes":
+        config = dataclasses.replace(config, landmarks="keys")
     model = converted_model(config, family, auto)
     model.save_pretrained(tmp_path / "model")
     loaded = getattr(transformers, auto).from_pretrained(
-        tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "disk")
+        tmp_path / "model",
+        device_map=device_map,
+        offload_folder=str(tmp_path / "disk"),
+        offload_buffers=offload_buffers,
     )
-    assert any(parameter.is_meta for parameter in loaded.parameters())
+    kept = {name for name, tensor in loaded.state_dict().items() if tensor.is_meta}
+    assert kept
     inputs = inputs_for(auto)
     assert torch.equal(outputs_of(loaded, inputs), outputs_of(model, inputs))
+    # and back again
+    assert {name for name, tensor in loaded.state_dict().items() if tensor.is_meta} == kept
     if auto == "AutoModelForCausalLM":
         ids, options = tokens(20, batch=2), {"max_new_tokens": 5, "do_sample": False}
         assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))

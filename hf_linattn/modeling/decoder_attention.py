@@ -42,8 +42,10 @@ def attend_causally(
     if longest is not None and query.shape[2] > longest:
         raise ValueError(f"{query.shape[2]} tokens are more than max_length={longest} of this model's projections.")
     if state is None:
-        start = empty_state(key, value, far, settings)
-        return _Queries(query, key, value, far, start, lengths, settings, from_start=True, keep=keep).attend()
+        state = empty_state(key, value, far, settings)
+        far = state.part or far
+        return _Queries(query, key, value, far, state, lengths, settings, from_start=True, keep=keep).attend()
+    far = state.part or far
     query, key, value = (x.to(state.key.dtype) for x in (query, key, value))
     if query.shape[2] == 1:
         return step(query, key, value, far, state, lengths, settings)

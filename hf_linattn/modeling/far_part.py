@@ -124,6 +124,10 @@ class FarPart:
 
     # decoders
 
+    def of_text(self, dtype: torch.dtype) -> "FarPart | None":
+        """The part as its tensors are now, for all of one text in this dtype, where more is made of them; else None."""
+        return None
+
     def unit(self, window: int) -> int:
         """Ranks that form a block: which of two blocks a query is in decides what is far. 0: there are no blocks."""
         return window

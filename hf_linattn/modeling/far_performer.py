@@ -12,6 +12,7 @@ Without a window, and where they can be used, the kernels of flash-linear-attent
 """
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
@@ -56,7 +57,7 @@ class PerformerFarPart(FarSums):
     least_block = 64
 
     def __init__(self, config: Any, *, num_heads: int, head_dim: int, seed: int) -> None:
-        self.feature_map: FeatureMap = FEATURE_MAPS[config.feature_map](
+        self.feature_map: Any = FEATURE_MAPS[config.feature_map](
             num_heads=num_heads,
             head_dim=head_dim,
             num_features=config.num_features,
@@ -101,6 +102,14 @@ class PerformerFarPart(FarSums):
         return _BlockReader(feature_map, SumsByBlock(list(parts)), window, scale)
 
     # decoders
+
+    def of_text(self, dtype: torch.dtype) -> "PerformerFarPart | None":
+        feature_map = self.feature_map.of_now(torch.promote_types(dtype, torch.float32))
+        if feature_map is self.feature_map:
+            return None
+        part = copy(self)
+        part.feature_map, part.modules = feature_map, {}
+        return part
 
     def initial_state(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         batch, heads, _, _ = key.shape

@@ -211,9 +211,13 @@ class FeatureMap(nn.Module):
         """Match the features to queries and keys of these moments, with `init="moments"`."""
         raise NotImplementedError
 
+    def of_now(self, dtype: torch.dtype) -> Any:
+        """The map as its tensors are now, for inputs of this dtype, called as this one is: of one pass, or one text."""
+        return self
+
     def of_rows(self, query: Tensor, key: Tensor, rows: Rows, scale: float) -> Any:
         """The map for queries and keys (batch, heads, length, dim) of these rows, called as this one is."""
-        return self
+        return self.of_now(query.dtype)
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         """Features of queries or keys x (batch, heads, length, head_dim), float32.
@@ -242,8 +246,6 @@ class RandomFeatureMap(FeatureMap):
 
     def make_tensors(self) -> None:
         self.register_buffer("directions", torch.empty(self.num_heads, self.num_directions, self.head_dim))
-        # see `PositiveMap`
-        self._kept: dict[Any, tuple[tuple[Tensor, ...], list[int], Side]] = {}
         # how often the directions were drawn anew: recorded, so that a resumed run draws the same ones
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
         if self.init == "moments":
@@ -285,10 +287,16 @@ class PositiveMap(RandomFeatureMap):
         """One for each feature, (heads, num_features, head_dim)."""
         return self.directions
 
+    def of_now(self, dtype: torch.dtype) -> Any:
+        if self.moments is None:
+            return self
+        # made once: that takes longer than the features of a token
+        return _MatchedMap({side: self._matched(side, dtype, self.moments) for side in ("query", "key")})
+
     def of_rows(self, query: Tensor, key: Tensor, rows: Rows, scale: float) -> Any:
         if self.init != "row_moments":
-            return self
-        return _RowMap(match_row(query, key, rows, scale, self.all_directions()))
+            return self.of_now(query.dtype)
+        return _MatchedMap(match_row(query, key, rows, scale, self.all_directions()))
 
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         if self.moments is not None:
@@ -296,18 +304,7 @@ class PositiveMap(RandomFeatureMap):
         return positive_features(x, self.all_directions().to(x.dtype), scale, relative)
 
     def _matched(self, side: str, dtype: torch.dtype, moments: Moments) -> Side:
-        """`side_of` the moments, kept until a buffer changes: making it takes longer than the features of a token."""
-        buffers = (self.directions, *moments)
-        # neither has versions
-        if torch.compiler.is_compiling() or any(x.is_inference() for x in buffers):
-            return side_of(self.all_directions().to(dtype), moments, side)
-        # what is made in inference mode is of no use outside of it
-        key, versions = (side, dtype, torch.is_inference_mode_enabled()), [x._version for x in buffers]
-        kept = self._kept.get(key)
-        if kept is None or kept[1] != versions or any(x is not y for x, y in zip(kept[0], buffers, strict=True)):
-            kept = buffers, versions, side_of(self.all_directions().to(dtype), moments, side)
-            self._kept[key] = kept
-        return kept[2]
+        return side_of(self.all_directions().to(dtype), moments, side)
 
 
 class HyperbolicMap(PositiveMap):
@@ -319,8 +316,8 @@ class HyperbolicMap(PositiveMap):
         return torch.cat((self.directions, -self.directions), dim=-2)
 
 
-class _RowMap:
-    """Features that are matched to the queries and keys of some rows."""
+class _MatchedMap:
+    """Features that are matched to given moments, or to the queries and keys of some rows."""
 
     signed = False
 

@@ -5,11 +5,12 @@
 Encoders: near are the keys of the query's block of `window_size` tokens and of the two beside it. Decoders: those of
 the query's block and of the one before it, up to the query; positions are ranks, which count the valid tokens of a row.
 In both, the first `global_tokens` keys are near every (later) query. Heads that stay softmax (`softmax_heads`) see all
-keys exactly. All else is for the far part (`far_part`), which
-answers with keys (one softmax over all) or with sums (merged by their mass).
+keys exactly. All else is for the far part (`far_part`), which answers with keys (one softmax over all) or with sums
+(merged by their mass).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -131,18 +132,20 @@ class LinearAttention(nn.Module):
             (batch, heads, length, value_dim) in the dtype of `value`. In a decoder zeros for padding and for queries
             that see no key.
         """
-        state: Any = None if cache is None else cache.state
-        settings = self.settings(scale)
-        attend_heads = partial(self._attend, keep=cache is not None)
-        if self.split is None:
-            out, state = attend_heads(query, key, value, lengths, state, settings)
-        else:
-            out, state = self.split.attend(
-                attend_heads, query, key, value, lengths, state, settings, causal=self.causal
-            )
-        if cache is not None:
-            cache.state = state
-        return out
+        offloaded = [module for module in self.far_part.modules.values() if hasattr(module, "_hf_hook")]
+        with _loaded(offloaded) if offloaded else nullcontext():
+            state: Any = None if cache is None else cache.state
+            settings = self.settings(scale)
+            attend_heads = partial(self._attend, keep=cache is not None)
+            if self.split is None:
+                out, state = attend_heads(query, key, value, lengths, state, settings)
+            else:
+                out, state = self.split.attend(
+                    attend_heads, query, key, value, lengths, state, settings, causal=self.causal
+                )
+            if cache is not None:
+                cache.state = state
+            return out
 
     def _attend(
         self,
@@ -159,3 +162,22 @@ class LinearAttention(nn.Module):
         if self.causal:
             return attend_causally(query, key, value, self.far_part, state, lengths, settings, keep=keep)
         return attend(query, key, value, self.far_part, lengths, settings), None
+
+
+@contextmanager
+def _loaded(modules: list[Any]) -> Iterator[None]:
+    """While this lasts, weights that Accelerate keeps on the disk or another device are where they are used.
+
+    Its hook loads them for each call of a module, and a far part reads their tensors without one.
+    """
+    wrapped = [module.forward for module in modules]
+    for module in modules:
+        module._hf_hook.pre_forward(module)
+        # a call in between would take them away
+        module.forward = module._old_forward
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, wrapped, strict=True):
+            module.forward = forward
+            module._hf_hook.post_forward(module, None)

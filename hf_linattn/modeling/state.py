@@ -29,6 +29,7 @@ class State:
         log_mass: (batch, heads or 1, 1, columns), log of what each column stands for; `absent` for nothing.
         far: the rest of the far part's state.
         quiet_steps: after so many steps, at the earliest, tokens of some row become far; 0 if not known.
+        part: the far part as the text began with it, where that is another object: see `FarPart.of_text`.
     """
 
     global_tokens: int
@@ -39,6 +40,7 @@ class State:
     log_mass: Tensor
     far: tuple[Tensor, ...]
     quiet_steps: int = 0
+    part: FarPart | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "State":
         """The state with `function` applied to each tensor."""
@@ -160,12 +162,14 @@ class State:
 def empty_state(key: Tensor, value: Tensor, part: FarPart, settings: Settings) -> State:
     """The state before the first token, for keys and values like these (batch, heads, any length, dim)."""
     batch, heads = key.shape[:2]
+    of_text = part.of_text(key.dtype)
+    part = of_text or part
     first, near_length = settings.global_tokens, part.near_length(settings.window_size, settings.global_tokens)
     columns = first + near_length + part.num_slots
     log_mass = key.new_full((batch, heads if part.num_slots else 1, 1, columns), torch.finfo(key.dtype).min / 2)
     seen = torch.zeros(batch, dtype=torch.long, device=key.device)
     key, value = (x.new_zeros(batch, heads, columns, x.shape[-1]) for x in (key, value))
-    return State(first, near_length, seen, key, value, log_mass, part.initial_state(key, value))
+    return State(first, near_length, seen, key, value, log_mass, part.initial_state(key, value), part=of_text)
 
 
 @dataclass

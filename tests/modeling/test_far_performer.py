@@ -82,6 +82,9 @@ class FixedFeatures(torch.nn.Module):
     def forward(self, x: Tensor, side: str, scale: float = 1.0, relative: bool = False) -> Features:
         return Features(x.log2(), None) if self.in_exponent else Features(torch.zeros_like(x[..., :1]), x)
 
+    def of_now(self, dtype: torch.dtype) -> "FixedFeatures":
+        return self
+
     def of_rows(self, *_: Any) -> "FixedFeatures":
         return self
 

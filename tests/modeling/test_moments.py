@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn import PerformerConfig
+from hf_linattn.modeling.cache import LinAttnCacheLayer
 from hf_linattn.modeling.far_part import Rows
 from hf_linattn.modeling.feature_maps import (
     FEATURE_MAPS,
@@ -221,7 +222,7 @@ def test_moments_are_saved_with_the_module(feature_map: str) -> None:
 @BOTH_SIDES
 @ALL_MATCHED
 def test_features_follow_every_change_of_the_map(feature_map: str, side: str) -> None:
-    """What is made of the moments once is used for the next call, unless a tensor has changed."""
+    """Whoever writes into its tensors, and however."""
     changing, x = with_moments(make_map(feature_map)), torch.randn(2, 2, 5, DIM)
     other = with_moments(make_map(feature_map, seed=1))
 
@@ -229,6 +230,12 @@ def test_features_follow_every_change_of_the_map(feature_map: str, side: str) ->
         for tensor in (*changing.parameters(), *changing.buffers()):
             if tensor.is_floating_point():
                 tensor.mul_(0.9)
+
+    def scale_data() -> None:
+        # past autograd's counters, as safetensors, Accelerate and DeepSpeed write
+        for tensor in (*changing.parameters(), *changing.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.mul_(0.9)
 
     with torch.inference_mode():
         changing(x, side)
@@ -241,12 +248,37 @@ def test_features_follow_every_change_of_the_map(feature_map: str, side: str) ->
             lambda: changing.load_state_dict(other.state_dict()),
             lambda: changing.load_state_dict(make_map(feature_map, seed=2).state_dict(), assign=True),
             scale_all,
+            scale_data,
             changing.double,
         ):
             change()
             fresh = make_map(feature_map)
             fresh.load_state_dict(changing.state_dict(), assign=True)
             assert torch.equal(changing(x, side).log2_phi, fresh(x, side).log2_phi)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_follows_what_is_written_past_autograd(causal: bool) -> None:
+    """A text that has begun goes on with the features that its sums were made with."""
+    config = PerformerConfig(num_features=16, init="moments", window_size=4)
+    layer, fresh = (linear_attention(config, causal=causal, head_dim=DIM) for _ in range(2))
+    layer.feature_map.set_moments(moments_of_gaussians())
+    query, key, value = (x.unsqueeze(0) for x in (*gaussians(), gaussians()[1]))
+    with torch.no_grad():
+        before = layer(query, key, value)
+        cache, rest = LinAttnCacheLayer(), slice(1, None)
+        if causal:
+            layer(*(x[:, :, :1] for x in (query, key, value)), cache=cache)
+        for name, tensor in layer.feature_map.named_buffers():
+            if name == "directions":
+                tensor.data.mul_(0.5)
+        fresh.load_state_dict(layer.state_dict())
+        out = layer(query, key, value)
+        assert torch.equal(out, fresh(query, key, value))
+        assert not torch.allclose(out, before, atol=1e-3)
+        if causal:
+            out = layer(*(x[:, :, rest] for x in (query, key, value)), cache=cache)
+            torch.testing.assert_close(out, before[:, :, rest], rtol=1e-4, atol=1e-4)
 
 
 def test_redrawing_keeps_the_moments() -> None:
