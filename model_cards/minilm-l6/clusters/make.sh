@@ -14,10 +14,8 @@ evaluate() {
 }
 passages=("$data/authorship_passages.jsonl.gz" --id-column id --label-column author --group-column novel)
 passages+=(--max-classes 10 --max-per-class 10)
-evaluate --task probe --name "authorship, 10 authors" --folds 2 --lengths 512 4096 --dataset "${passages[@]}"
+evaluate --task probe --name "authorship, 10 authors" --folds 2 --no-footprint --lengths 512 4096 --dataset "${passages[@]}"
 evaluate --task embeddings --no-footprint --lengths 512 4096 --dataset "${passages[@]}"
 evaluate --task pairs --name "novel pairs" --no-footprint --lengths 512 4096 --dataset "$data/novel_pairs.jsonl.gz" \
     --split-column split --split test --label-column label --pair-texts "$data/authorship_passages.jsonl.gz" \
     --max-pair-texts 60
-evaluate --task passkey-probe --name "passkeys, 120" --no-footprint --lengths 512 1024 2048 --dataset topics \
-    --examples 120 --min-distance 256
