@@ -18,7 +18,12 @@ from .publish.hub_server import Hub
 from .publish.test_upload import hub  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "scripts" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "scripts" / "README.md",
+    ROOT / "model_cards" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 #: Hub id in an example -> architecture and head of the tiny model that stands for it
 IDS = {
     "google-bert/bert-base-uncased": ("bert", "AutoModelForMaskedLM"),

@@ -173,7 +173,7 @@ def plot(report: dict[str, Any]) -> Figure | None:
         for name in names_of(by_length):
             if name not in (SOFTMAX, CAUSAL_SOFTMAX, LIMIT):
                 by_kind.setdefault(_kind(name), []).append(name)
-        if by_kind and len(by_length) > 1:
+        if by_kind:
             kinds[key] = [(kind, part) for kind, names in by_kind.items() for part in panels_of(names)]
     if not kinds:
         return None
