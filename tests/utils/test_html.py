@@ -78,7 +78,7 @@ def test_a_report_is_written_as_a_page(tmp_path: Path) -> None:
     page = report_page(tmp_path)
     images = Elements(page.read_text()).all("img")
     plots = {path.read_bytes() for path in page.parent.glob("*.png")}
-    assert {base64.b64decode(str(image["src"]).partition(",")[2]) for image in images} == plots and len(plots) == 2
+    assert {base64.b64decode(str(image["src"]).partition(",")[2]) for image in images} == plots and len(plots) == 3
     assert all(len(str(image["alt"]).split()) > 3 for image in images)
     assert page.read_text().count("<table>") == page.with_suffix(".md").read_text().count("| --- |\n")
 
@@ -120,5 +120,5 @@ def test_a_browser_shows_the_page_without_scrolling_sideways(width: int, tmp_pat
     assert title, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(title[1].replace("&quot;", '"'))
     assert found["width"] <= found["screen"] <= width
-    assert found["images"] == found["loaded"] == found["described"] == 2
+    assert found["images"] == found["loaded"] == found["described"] == 3
     assert found["tables"] > 3 and "softmax and linear attention" in found["heading"]
