@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from ..conversion.checkpoint_files import check_source
 from ..data.documents import DataConfig, load_documents
 from ..modeling.architectures import ARCHITECTURES, Architecture
-from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig
 from ..modeling.modeling_linattn import MODEL_CLASSES
 from .config import AdaptConfig
 from .loading import ModelSource, check_weights, find_tokenizer, load_config
@@ -91,11 +90,12 @@ def collect_inputs(
         if isinstance(source, (str, Path)):
             check_source(source)
     model_config = load_config(model)
+    window = any(layer.window_size for layer in model_config.attention.layer_settings)
     inputs = Inputs(
         model=model,
         model_config=model_config,
         base=base,
-        config=config.for_model(window=has_window(model_config.attention)),
+        config=config.for_model(window=window),
         data=data,
         eval_data=eval_data,
         tokenizer=find_tokenizer(model, base) if tokenizer is None else tokenizer,
@@ -106,13 +106,6 @@ def collect_inputs(
     for source in (model, base):
         check_weights(source)
     return inputs
-
-
-def has_window(attention: AttentionConfig) -> bool:
-    """Whether some layer attends to near keys exactly."""
-    if isinstance(attention, LayerwiseConfig):
-        return any(layer.window_size for layer in attention.by_layer.values())
-    return bool(attention.window_size)
 
 
 def _check_model(inputs: Inputs) -> None:

@@ -13,6 +13,7 @@ from ..utils.machine import machine, machine_text
 from ..utils.markdown import table
 from .analysis import Analysis, Candidate
 from .plots import ALT_TEXTS, draw_plots
+from .retrieval import ranked_heads
 from .spectra import SHARES, LayerStatistics
 from .suggest import BUDGETS, Suggestion, described
 
@@ -123,10 +124,7 @@ def _layer_row(layer: LayerStatistics) -> list[str]:
 
 def retrieval_table(analysis: Analysis) -> str:
     """One row for each of the heads with the largest retrieval scores."""
-    ranked = sorted(
-        ((score, layer, head) for layer, heads in enumerate(analysis.retrieval) for head, score in enumerate(heads)),
-        reverse=True,
-    )
+    ranked = ranked_heads(analysis.retrieval)
     total, so_far, rows = sum(score for score, _, _ in ranked), 0.0, []
     for score, layer, head in ranked[:_HEADS]:
         so_far += score

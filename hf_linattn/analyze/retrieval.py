@@ -61,11 +61,16 @@ def _weights(query: Tensor, key: Tensor, last: Tensor | None) -> Tensor:
     return logits.softmax(-1)
 
 
-def heads_for(scores: Sequence[Sequence[float]], share: float) -> dict[int, list[int]]:
-    """The fewest heads that together have this share of all scores: layer -> heads."""
-    ranked = sorted(
+def ranked_heads(scores: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
+    """Score, layer and head of all heads, the largest score first."""
+    return sorted(
         ((score, layer, head) for layer, heads in enumerate(scores) for head, score in enumerate(heads)), reverse=True
     )
+
+
+def heads_for(scores: Sequence[Sequence[float]], share: float) -> dict[int, list[int]]:
+    """The fewest heads that together have this share of all scores: layer -> heads."""
+    ranked = ranked_heads(scores)
     wanted, found, chosen = share * sum(score for score, _, _ in ranked), 0.0, dict[int, list[int]]()
     for score, layer, head in ranked:
         # what rounding leaves asks for no more heads

@@ -11,7 +11,7 @@ from ..conversion.checkpoint import convert_checkpoint
 from ..conversion.positions import POSITION_EXTENSIONS
 from ..conversion.summary import summarize
 from ..data.documents import DataConfig, load_documents
-from ..modeling.configuration_linattn import AttentionConfig, LayerwiseConfig, method_configs
+from ..modeling.configuration_linattn import AttentionConfig, method_configs
 from ..modeling.modeling_linattn import AUTO_CLASSES
 from .options import add_option_groups, taken
 
@@ -124,5 +124,4 @@ def _of_file(options: ConvertOptions, given: dict[str, Any]) -> AttentionConfig:
 
 def _has_exact_part(config: AttentionConfig) -> bool:
     """Whether some keys are seen exactly in all layers: without, a swap alone loses most of a model."""
-    layers = config.by_layer.values() if isinstance(config, LayerwiseConfig) else [config]
-    return config.near and all(bool(x.window_size or x.global_tokens) for x in layers)
+    return config.near and all(bool(x.window_size or x.global_tokens) for x in config.layer_settings)

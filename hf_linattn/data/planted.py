@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .synthetic import Draw, SyntheticConfig, Wording, passkey
+from .tokenizers import encoder_of
 from .vocabulary import Vocabulary
 
 #: Not the words of the passkey task, which evaluates.
@@ -29,9 +30,7 @@ class Planter:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        def encode(text: str) -> list[int]:
-            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
+        encode = encoder_of(tokenizer)
         self._special = set(tokenizer.all_special_ids)
         self._words = Vocabulary(size=len(tokenizer), encode=encode, symbols=())
         # tokens beside the running text: every key has as many digits, but not as many tokens

@@ -1,5 +1,6 @@
 """The tokenizer that is saved with a checkpoint, and none that is made up."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ def load_tokenizer(model_id: str | Path, **hub_kwargs: Any) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise OSError(f"No tokenizer was found with {str(model_id)!r}: what Transformers makes up knows no words.")
     return tokenizer
+
+
+def encoder_of(tokenizer: Any) -> Callable[[str], list[int]]:
+    """What gives the token ids of a text, without special tokens."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return encode
+
+
+def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The token ids that a tokenizer puts before and after a text."""
+    text, whole = encoder_of(tokenizer)("a"), list(tokenizer("a")["input_ids"])
+    start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+    return whole[:start], whole[start + len(text) :]
 
 
 def check_vocabulary(source: str | Path, vocab_size: int, **hub_kwargs: Any) -> None:

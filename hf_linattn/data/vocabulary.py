@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .tokenizers import encoder_of, special_tokens_of
+
 # ids of a vocabulary without a tokenizer; what it can say comes after them
 _PADDING, _SEPARATOR, _MASK = range(3)
 _SPECIAL = 3
@@ -43,9 +45,7 @@ class Vocabulary:
             ValueError: the tokenizer has neither a line break nor a separator token, or no such words.
         """
 
-        def encode(text: str) -> list[int]:
-            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
+        encode = encoder_of(tokenizer)
         special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
         # a space before a word is written Ġ or ▁ by the tokenizers that have it in the word
         symbols = sorted(
@@ -59,15 +59,14 @@ class Vocabulary:
         separator = encode("\n") or [tokenizer.sep_token_id]
         if separator == [None]:
             raise ValueError("The tokenizer drops line breaks and has no sep_token: nothing can part a sequence.")
-        word, text = encode("a"), list(tokenizer("a")["input_ids"])
-        start = next(i for i in range(len(text)) if text[i : i + len(word)] == word)
+        prefix, suffix = special_tokens_of(tokenizer)
         return cls(
             size=len(tokenizer),
             encode=encode,
             symbols=symbols,
             separator=separator,
-            prefix=text[:start],
-            suffix=text[start + len(word) :],
+            prefix=prefix,
+            suffix=suffix,
             mask=tokenizer.mask_token_id,
             padding=tokenizer.pad_token_id or 0,
         )

@@ -26,7 +26,7 @@ from .models import EXTENDED, TRUNCATED, ComparedModel, Source, base_length, com
 from .report import describe_base, merge_report, write_report
 from .runner import Runner
 from .tasks import TASKS, TaskConfig
-from .tasks.base import DocumentTask, Metric, Outcomes, Task, special_tokens_of
+from .tasks.base import DocumentTask, Metric, Outcomes, Task
 from .tasks.language_modeling import POSITION_EDGES
 
 
@@ -183,7 +183,7 @@ class _Comparison:
                 max_length=self.task_config.lengths[-1],
                 batch_tokens=self.config.batch_tokens,
                 pad_token_id=self.job.tokenizer.pad_token_id,
-                special_tokens=special_tokens_of(self.job.tokenizer),
+                special_tokens=self.job.special_ids,
                 folder=self.output / "embeddings",
                 position_extension=self.config.position_extension,
                 dtype=self.config.dtype,
@@ -237,11 +237,10 @@ class _Comparison:
             "position_extension": self.config.position_extension,
             "dtype": self.config.dtype,
         }
-        own = base_length(self.base)
-        if compared.name == TRUNCATED and length > own:
-            return {}
-        if compared.kind in ("truncated", "chunks"):
-            options["max_length"] = own
+        if compared.has_own_length:
+            options["max_length"] = base_length(self.base)
+            if compared.name == TRUNCATED and length > options["max_length"]:
+                return {}
 
         def measure() -> dict[str, Any]:
             # the other processes wait, and do not disturb it

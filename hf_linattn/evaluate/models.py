@@ -45,6 +45,11 @@ class ComparedModel:
     # of sources that are adapters the checkpoint that each is put on, of the others None
     adapted: tuple[str | None, ...] = ()
 
+    @property
+    def has_own_length(self) -> bool:
+        """Whether it is the checkpoint as it is, with as many positions as that has."""
+        return self.kind in ("truncated", "chunks")
+
     def describe(self, base: str) -> dict[str, Any]:
         """What the report tells about the model."""
         config = None if self.kind != "converted" else _attention_settings(self.sources[0], base, *self.adapted[:1])

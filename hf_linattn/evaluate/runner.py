@@ -73,8 +73,7 @@ class Runner:
     @cached_property
     def key(self) -> str:
         """Changes when what this model computes changes."""
-        of_own_length = self.compared.kind in ("truncated", "chunks")
-        options = "" if of_own_length else str(sorted(self._options.items()))
+        options = "" if self.compared.has_own_length else str(sorted(self._options.items()))
         options += str(self._options["dtype"])
         return fingerprint(self.compared, self.base, self.seed) + hashlib.sha256(options.encode()).hexdigest()[:8]
 

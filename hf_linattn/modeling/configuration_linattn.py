@@ -132,6 +132,11 @@ class AttentionConfig:
         """The settings of layer `index`, or None where it stays softmax."""
         return self if self.layers is None or index in self.layers else None
 
+    @property
+    def layer_settings(self) -> list["AttentionConfig"]:
+        """The settings of the converted layers: one for all, or, where they differ by layer, those of each."""
+        return [self]
+
     def heads_of_layer(self, index: int) -> list[int]:
         """The heads of layer `index` that stay softmax."""
         return (self.softmax_heads or {}).get(index, [])
@@ -336,8 +341,6 @@ class LayerwiseConfig(AttentionConfig):
             index: AttentionConfig.from_dict(layers[index]) if isinstance(layers[index], dict) else layers[index]
             for index in sorted(layers)
         }
-        if self.softmax_heads is not None:
-            self.softmax_heads = _checked_heads(name, self.softmax_heads)
         for index, settings in self.by_layer.items():
             if type(settings) not in (classes := method_configs().values()):
                 allowed = " or a ".join(cls.__name__ for cls in classes)
@@ -346,11 +349,6 @@ class LayerwiseConfig(AttentionConfig):
                 raise ValueError(
                     f"{name}: by_layer[{index}].max_length={settings.max_length}, and that of the whole model is "
                     f"{self.max_length}."
-                )
-            if settings.softmax_heads not in (None, self._heads_alone(index)):
-                raise ValueError(
-                    f"{name}: by_layer[{index}].softmax_heads={settings.softmax_heads} must be left out; "
-                    "softmax_heads of the whole model has the heads of all layers."
                 )
             if settings.layers is not None:
                 raise ValueError(f"{name}: by_layer[{index}].layers={settings.layers} must not be set.")
@@ -366,14 +364,20 @@ class LayerwiseConfig(AttentionConfig):
         # the model's own settings, seen once here so that what does not fit is found before any layer is made
         self.by_layer = {index: self._of_whole(index, settings) for index, settings in self.by_layer.items()}
 
-    def _of_whole(self, index: int, settings: AttentionConfig) -> AttentionConfig:
-        heads = self._heads_alone(index)
-        return dataclasses.replace(settings, max_length=self.max_length, seed=self.seed, softmax_heads=heads)
+    @property
+    def layer_settings(self) -> list[AttentionConfig]:
+        """The settings of the converted layers: one for all, or, where they differ by layer, those of each."""
+        return list(self.by_layer.values())
 
-    def _heads_alone(self, index: int) -> dict[int, list[int]] | None:
-        """`softmax_heads` of one layer."""
-        heads = self.heads_of_layer(index)
-        return {index: heads} if heads else None
+    def _of_whole(self, index: int, settings: AttentionConfig) -> AttentionConfig:
+        chosen = self.heads_of_layer(index)
+        heads = {index: chosen} if chosen else None
+        if settings.softmax_heads not in (None, heads):
+            raise ValueError(
+                f"{type(self).__name__}: by_layer[{index}].softmax_heads={settings.softmax_heads} must be left out; "
+                "softmax_heads of the whole model has the heads of all layers."
+            )
+        return dataclasses.replace(settings, max_length=self.max_length, seed=self.seed, softmax_heads=heads)
 
     def _check_branches(self) -> None:
         for settings in self.by_layer.values():

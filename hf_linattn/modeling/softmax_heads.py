@@ -33,6 +33,7 @@ class HeadSplit:
         # the keys that are kept, by the first head of each group; and which of these each exact head sees
         self.kept = [group * group_size for group in groups]
         self.group = [groups.index(head // group_size) for head in self.exact]
+        self.shares_keys = self.group != list(range(len(self.kept)))
         order = self.exact + self.linear
         self.place = [order.index(head) for head in range(num_heads)]
 
@@ -70,7 +71,7 @@ class HeadSplit:
                 )
                 mask = valid = torch.cat((state.valid, valid), dim=1)
             after = SplitState(linear, key, value, valid)
-        if self.group != list(range(len(self.kept))):
+        if self.shares_keys:
             key, value = key[:, self.group], value[:, self.group]
         exact = softmax_attention(query[:, self.exact].to(key.dtype), key, value, mask, settings.scale, causal=causal)
         exact = after_end(exact, lengths) if causal else exact

@@ -101,8 +101,7 @@ def model_card(
     auto_class, sentence_class = _auto_class(values, architecture), sentence_kind(folder, architecture)
     pipeline_tag = _SENTENCE_TAGS.get(sentence_class or "") or _PIPELINE_TAGS.get(auto_class)
     training = without_paths(values.get("linattn_training") or {})
-    by_layer = list(settings.by_layer.values()) if isinstance(settings, LayerwiseConfig) else [settings]
-    methods = sorted({x.method for x in by_layer})
+    methods = sorted({x.method for x in settings.layer_settings})
     evaluation = None if report is None else _Evaluation(report, values)
     results = [] if evaluation is None else list(evaluation.results(pipeline_tag, datasets))
     trained_on = [dataset for dataset in _training_sets(training) if dataset in datasets]
@@ -134,7 +133,7 @@ def model_card(
         methods=[_PAPERS[method] for method in methods],
         settings=_described(settings),
         max_length=settings.max_length,
-        joined=settings.near and all(x.near and (x.window_size or x.global_tokens) for x in by_layer),
+        joined=settings.near and all(x.near and (x.window_size or x.global_tokens) for x in settings.layer_settings),
         layers=f"all {layers}" if settings.layers is None else f"{', '.join(map(str, settings.layers))} of {layers}",
         training=list(_flat({key: value for key, value in training.items() if key != "stages"})),
         stages=_stage_table(training),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ...data.documents import DataConfig, Documents, load_documents
+from ...data.tokenizers import special_tokens_of
 from ...modeling.validation import check_bool, check_integer, check_integers, check_number
 from ..metrics import MetricFunction, load_metric, metric_function
 from ..runner import Runner
@@ -124,6 +125,8 @@ class Task:
     reads_embeddings: ClassVar[bool] = False
     #: names of the options that the outcomes depend on, beside the lengths
     used: ClassVar[tuple[str, ...]] = ()
+    #: what the tokenizer puts before and after a document; nothing where examples are made as they are read
+    special_ids: tuple[list[int], list[int]] = ([], [])
     config: TaskOptions
 
     def __init__(self, config: TaskOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -162,20 +165,12 @@ class Task:
         return [self.name, self.settings(), self.documents()]
 
 
-def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
-    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
-    return whole[:start], whole[start + len(inner) :]
-
-
 class DocumentTask(Task):
     """A task on the documents of a dataset, which are tokenized once."""
 
     def __init__(self, config: TaskOptions, data: DataConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, data, tokenizer)
-        self._prefix, self._suffix = special_tokens_of(tokenizer)
+        self.special_ids = special_tokens_of(tokenizer)
         self._documents = self._load()
         self._ids = self.tokenize([document.text for document in self._documents])
 
@@ -202,7 +197,7 @@ class DocumentTask(Task):
     @property
     def special_tokens(self) -> int:
         """How many tokens the tokenizer adds to a document."""
-        return len(self._prefix) + len(self._suffix)
+        return sum(map(len, self.special_ids))
 
     def at_length(self, length: int, limit: int | None, ids: Sequence[list[int]] | None = None) -> list[list[int]]:
         """The documents with special tokens, cut at the end to `length` tokens, or to `limit` if that is less."""
@@ -211,7 +206,8 @@ class DocumentTask(Task):
 
     def with_special_tokens(self, ids: list[int]) -> list[int]:
         """Token ids as the tokenizer would have given them for a whole text."""
-        return [*self._prefix, *ids, *self._suffix]
+        before, after = self.special_ids
+        return [*before, *ids, *after]
 
     def documents(self) -> dict[str, Any]:
         lengths = [len(document) + self.special_tokens for document in self._ids]

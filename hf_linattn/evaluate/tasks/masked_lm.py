@@ -67,7 +67,7 @@ class MaskedLanguageModeling(TokenLoss):
             for start in range(0, len(ids), chunk):
                 part = range(start, min(start + chunk, len(ids)))
                 inputs.append(self.with_special_tokens(masked[start : start + chunk]))
-                targets.append({i - start + len(self._prefix): ids[i] for i in part if i in hidden})
+                targets.append({i - start + len(self.special_ids[0]): ids[i] for i in part if i in hidden})
                 owner.append(index)
 
         def read(model: nn.Module, ids: Tensor, mask: Tensor, indices: list[int]) -> list[tuple[float, int, int]]:
