@@ -4,6 +4,8 @@ import os
 
 # read when transformers is first imported
 os.environ["HF_HUB_OFFLINE"] = "1"
+# the models are tiny: a second thread, here or in a command that a test runs, would only wait for the first
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import importlib.util
 from pathlib import Path
@@ -11,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-# the models are tiny: a second thread would only wait for the first
 torch.set_num_threads(1)
 
 

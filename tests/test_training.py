@@ -202,7 +202,7 @@ def test_lora_finds_queries_and_values(config: AttentionConfig) -> None:
     torch.testing.assert_close(outputs_of(merged, inputs), outputs_of(converted_model(config, auto=MASKED_LM), inputs))
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("config", METHODS, ids=config_id)
 def test_compiled_in_one_graph_it_computes_the_same(config: AttentionConfig, padded: bool) -> None:
     """A graph break anywhere is an error with fullgraph=True."""

@@ -87,6 +87,9 @@ class Runner:
 
     def unload(self) -> None:
         """Give the model's memory back; it is loaded again when it is needed."""
+        if self._model is None:
+            # a collection takes longer than a small model's forward pass
+            return
         self._model = None
         gc.collect()
         if torch.cuda.is_available():

@@ -1,6 +1,7 @@
 """Every script starts from a clean clone, and none hides a library."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,34 @@ FILES = sorted(SCRIPTS.rglob("*.py"))
 MODULES = ("common", "measure", "rows", "subjects", "decoding", "tables", "against")
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in MODULES], ids=lambda path: path.stem)
-def test_help(path: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(path), "--help"], cwd=tmp_path, capture_output=True, text=True)
+#: Runs scripts of one folder with --help, as Python runs a script: its folder is the first place to import from.
+HELP = """
+import contextlib, io, json, runpy, sys
+folder, *paths = sys.argv[1:]
+sys.path[0] = folder
+helps = {}
+for path in paths:
+    sys.argv = [path, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, path
+    helps[path] = text.getvalue()
+print(json.dumps(helps))
+"""
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda folder: folder.name)
+def test_help(folder: Path, tmp_path: Path) -> None:
+    """In one process for each folder: most of the time is for the imports that the scripts share."""
+    paths = [str(path) for path in FILES if path.parent == folder and path.stem not in MODULES]
+    command = [sys.executable, "-c", HELP, str(folder), *paths]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: ")
+    helps = json.loads(done.stdout)
+    assert paths and list(helps) == paths
+    assert [path for path, text in helps.items() if not text.startswith("usage: ")] == []
 
 
 def test_no_name_is_that_of_a_library() -> None:
