@@ -1,16 +1,18 @@
 """LoRA by peft: low-rank adapters on the linear layers, with feature maps and projections saved beside them."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+import transformers
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..modeling.architectures import ARCHITECTURES
-from ..modeling.modeling_linattn import LinAttnPreTrainedModel
+from ..modeling.modeling_linattn import AUTO_CLASSES, LinAttnPreTrainedModel
 from .config import AdaptConfig
 
 
@@ -71,6 +73,20 @@ def _modules_of(model: nn.Module, parameters: set[str]) -> list[str]:
         if own and parameters.issuperset(own) and not any(name.startswith(f"{outer}.") for outer in largest):
             largest.append(name)
     return largest
+
+
+def save_adapter(model: PeftModel, folder: str | Path) -> None:
+    """Write an adapter that `AutoPeftModel` loads together with the model that it was put on."""
+    model.save_pretrained(str(folder))
+    inner: Any = model.get_base_model()
+    for name in AUTO_CLASSES:
+        # PEFT writes the class itself, and refuses to import it from a package that it does not know
+        if getattr(transformers, name)._model_mapping.get(type(inner.config), None) is type(inner):
+            config = PeftConfig.from_pretrained(str(folder))
+            config.save_pretrained(
+                str(folder), auto_mapping_dict={"base_model_class": name, "parent_library": "transformers"}
+            )
+            return
 
 
 def merged(model: PeftModel) -> LinAttnPreTrainedModel:

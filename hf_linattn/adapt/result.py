@@ -16,8 +16,8 @@ from ..utils.paths import without_paths
 from . import checkpoints
 from .checkpoints import Progress
 from .inputs import Inputs
-from .loading import name_of
-from .lora import add_adapter, merged
+from .loading import given_name, name_of
+from .lora import add_adapter, merged, save_adapter
 from .student import fresh_student
 
 
@@ -109,14 +109,16 @@ def write_result(
     """
     student = fresh_student(inputs)
     adapted = student.model
-    # PEFT writes it down as the base of the adapter, where a path would mean something else on another machine
-    adapted.name_or_path = adapted.config.name_or_path = name_of(inputs.model) or ""
+    # PEFT writes it down as the base of the adapter, and loads that from there
+    adapted.name_or_path = adapted.config.name_or_path = given_name(inputs.model)
     model: Any = add_adapter(adapted, inputs.config, student.drawn) if inputs.config.lora_rank else adapted
     checkpoints.load_model_state(model, tensors)
     if inputs.config.lora_rank:
         if write:
             _write_adapter(model, output_dir / "adapter")
         adapted = merged(model)
+    # the result itself needs no other folder, and is given to others
+    adapted.name_or_path = adapted.config.name_or_path = name_of(inputs.model) or ""
     for name, tensor in (*adapted.named_parameters(), *adapted.named_buffers()):
         tensor.data = tensor.data.to(student.dtypes.get(name, tensor.dtype))
     adapted.config.linattn_training = record
@@ -128,7 +130,7 @@ def write_result(
 
 def _write_adapter(model: Any, folder: Path) -> None:
     with replacing(folder) as unfinished:
-        model.save_pretrained(unfinished)
+        save_adapter(model, unfinished)
         # of a start that was killed after it
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -66,6 +66,8 @@ class Analysis:
         softmax: cost of one softmax attention layer at that length.
         rest: cost of the whole model but its attention layers; its memory is not known, and 0.
         retrieval: retrieval score of each head, by layer; empty if none was asked for.
+        left_out: indices of the layers with a sliding window, which are not converted. All that is told by layer is
+            told of the others, the first of them first; `statistics` has their indices.
     """
 
     model: str
@@ -81,11 +83,17 @@ class Analysis:
     softmax: Cost
     rest: Cost
     retrieval: tuple[tuple[float, ...], ...] = ()
+    left_out: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
-        """How many attention layers the model has."""
+        """How many attention layers can be converted."""
         return len(self.statistics)
+
+    @property
+    def indices(self) -> list[int]:
+        """Their indices in the model."""
+        return [layer.layer for layer in self.statistics]
 
     @property
     def names(self) -> list[str]:
@@ -112,6 +120,7 @@ class Analysis:
         values |= {"softmax": Cost(**values["softmax"]), "rest": Cost(**values["rest"])}
         values["config"] = AnalyzeConfig(**values["config"])
         values["retrieval"] = tuple(tuple(heads) for heads in values.get("retrieval", ()))
+        values["left_out"] = tuple(values.get("left_out", ()))
         values["statistics"] = tuple(
             LayerStatistics(
                 **_with_tuples({**layer, "heads": [HeadStatistics(**_with_tuples(head)) for head in layer["heads"]]})
@@ -194,7 +203,9 @@ def analyze(
                 count=config.retrieval_texts,
                 seed=config.seed,
             )
-        return dataclasses.replace(analyzer.run(), retrieval=retrieval_scores(analyzer.base, planted))
+        scores = retrieval_scores(analyzer.base, planted)
+        kept = tuple(scores[layer] for layer in analyzer.places) if scores else ()
+        return dataclasses.replace(analyzer.run(), retrieval=kept, left_out=tuple(analyzer.sliding))
     finally:
         base.train(training)
 
@@ -248,14 +259,14 @@ class SwappedModel:
     """
 
     def __init__(self, base: PreTrainedModel, config: AnalyzeConfig, candidates: Mapping[str, AttentionConfig]) -> None:
-        if sliding := sliding_layers(base.config):
-            raise ValueError(
-                f"layers {sliding} of this {base.config.model_type} have a sliding window; the candidates stand for "
-                "layers that see all tokens. convert() leaves such layers as they are."
-            )
         self.base, self.config = base, config
         self.causal = ARCHITECTURES[base.config.model_type].causal
-        self.layers = base.config.num_hidden_layers
+        # layers with a sliding window stay as they are
+        self.sliding = sliding_layers(base.config)
+        self.places: dict[int, int] = {}
+        for layer in sorted({*range(base.config.num_hidden_layers)} - {*self.sliding}):
+            self.places[layer] = len(self.places)
+        self.layers = len(self.places)
         self.settings: dict[str, AttentionConfig] = {}
         self.modules: dict[str, list[LinearAttention]] = {}
         self.converted: dict[str, Any] = {}
@@ -281,11 +292,11 @@ class SwappedModel:
 
             # random features are each layer's own; projections start alike, and take memory
             performer = isinstance(settings, PerformerConfig)
-            self.modules[name] = [make(layer) for layer in range(self.layers)] if performer else [make(0)] * self.layers
+            self.modules[name] = [make(layer) for layer in self.places] if performer else [make(0)] * self.layers
 
     def attention(self, name: str, call: AttentionCall) -> Tensor:
         """What a candidate gives in the place of a layer's softmax attention."""
-        module = self.modules[name][call.layer]
+        module = self.modules[name][self.places[call.layer]]
         return module(call.query, call.key, call.value, call.lengths)
 
     def outcome(self, ids: Tensor, visit: Callable[[AttentionCall], Tensor | None]) -> Tensor:
@@ -301,7 +312,10 @@ class SwappedModel:
         """The outcome with the candidates of these names in the layers, first layer first; None is softmax."""
 
         def visit(call: AttentionCall) -> Tensor | None:
-            name, exact = names[call.layer], (softmax_heads or {}).get(call.layer, [])
+            if call.layer not in self.places:
+                return None
+            place = self.places[call.layer]
+            name, exact = names[place], (softmax_heads or {}).get(place, [])
             if name is None:
                 return None
             out = self.attention(name, call)
@@ -367,7 +381,7 @@ class _Analyzer(SwappedModel):
                 spectrum_length=min(self.config.spectrum_length, self.length),
                 feature_error=self.config.feature_error,
             )
-            for layer in range(self.layers)
+            for layer in self.places
         ]
         names = list(self.settings)
         # squares of errors (candidates, layers, heads) and of softmax (layers, heads)
@@ -384,8 +398,10 @@ class _Analyzer(SwappedModel):
 
             def look(call: AttentionCall, found: Any = found) -> None:
                 nonlocal shape
+                if call.layer not in self.places:
+                    return
                 shape = tuple(call.query.shape)
-                sums[call.layer].add(call.query[0], call.key[0])
+                sums[self.places[call.layer]].add(call.query[0], call.key[0])
                 wanted = call.output[0].double()
                 apart = [(self.attention(name, call)[0].double() - wanted).square().sum((1, 2)) for name in names]
                 found.append((torch.stack(apart).cpu(), wanted.square().sum((1, 2)).cpu()))
@@ -455,6 +471,8 @@ class _Analyzer(SwappedModel):
         }
         with torch.no_grad():
             rest = linear_layers_flops(self.base.base_model, self._forward)
+        if self.sliding:
+            rest += len(self.sliding) * softmax_flops(reference, self.length, reference.sliding_window)
         return softmax_flops(reference, self.length), candidates, rest
 
     def _forward(self) -> Any:
@@ -496,10 +514,10 @@ def settings_by_layer(
     Raises:
         ValueError: no layer is converted.
     """
-    by_name = {candidate.name: candidate.settings for candidate in analysis.candidates}
+    by_name, indices = {candidate.name: candidate.settings for candidate in analysis.candidates}, analysis.indices
     return LayerwiseConfig(
-        by_layer={layer: by_name[name] for layer, name in enumerate(names) if name is not None},
+        by_layer={x: by_name[name] for x, name in zip(indices, names, strict=True) if name is not None},
         max_length=analysis.config.max_length,
         seed=analysis.config.seed,
-        softmax_heads={x: heads for x, heads in (softmax_heads or {}).items() if names[x] is not None} or None,
+        softmax_heads={indices[x]: heads for x, heads in (softmax_heads or {}).items() if names[x] is not None} or None,
     )

@@ -60,6 +60,7 @@ def markdown(analysis: Analysis, suggestion: Suggestion | None, plots: list[Path
         f"{analysis.layers} layers, {analysis.heads} heads of {analysis.head_dim}; {analysis.documents} "
         f"document{'s' * (analysis.documents != 1)} of up to {analysis.length:,} tokens. {made}",
         "## Layers",
+        *([left_out_text(analysis)] if analysis.left_out else []),
         "How many singular values hold "
         + ", ".join(f"{share:.0%}" for share in SHARES)
         + f" of the energy of q k^T (at most {analysis.head_dim}, the head's size) and of its softmax (first "
@@ -87,6 +88,12 @@ def markdown(analysis: Analysis, suggestion: Suggestion | None, plots: list[Path
         parts += ["## Suggestion", suggestion_text(analysis, suggestion)]
     parts += [f"![{ALT_TEXTS.get(path.stem, path.stem)}]({path.name})" for path in plots]
     return "\n\n".join(parts) + "\n"
+
+
+def left_out_text(analysis: Analysis) -> str:
+    """Which layers were not analyzed."""
+    named = ", ".join(map(str, analysis.left_out))
+    return f"Left out, because they have a sliding window and stay as they are: layers {named}."
 
 
 def layer_table(analysis: Analysis) -> str:
@@ -128,7 +135,7 @@ def retrieval_table(analysis: Analysis) -> str:
     total, so_far, rows = sum(score for score, _, _ in ranked), 0.0, []
     for score, layer, head in ranked[:_HEADS]:
         so_far += score
-        rows.append([str(layer), str(head), f"{score:.3f}", f"{so_far / max(total, 1e-12):.2f}"])
+        rows.append([str(analysis.indices[layer]), str(head), f"{score:.3f}", f"{so_far / max(total, 1e-12):.2f}"])
     return table(["layer", "head", "score", "part of all"], rows)
 
 
@@ -160,10 +167,10 @@ def suggestion_text(analysis: Analysis, suggestion: Suggestion) -> str:
     by_layer = suggestion.config.by_layer
     rows = [
         [str(layer), name or "softmax", attention_text(by_layer[layer].to_dict()) if name else ""]
-        for layer, name in enumerate(suggestion.names)
+        for layer, name in zip(analysis.indices, suggestion.names, strict=True)
     ]
     expected = ", ".join(f"{getattr(suggestion, unit):.2f} of {unit}" for unit in BUDGETS)
-    quadratic = quadratic_parts(suggestion.config, analysis.layers)
+    quadratic = quadratic_parts(suggestion.config, analysis.layers + len(analysis.left_out))
     grows = f" The cost grows with n * n: {'; '.join(quadratic)}." if quadratic else ""
     how = "Measured in the whole model" if suggestion.measured else "Expected from single layers"
     return (

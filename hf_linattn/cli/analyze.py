@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from ..analyze import CANDIDATES, DECODER_CANDIDATES, Analysis, AnalyzeConfig, Check, analyze, suggest
 from ..analyze.config import candidates_for
-from ..analyze.report import layer_table, suggestion_text, write_report, written_text
+from ..analyze.report import layer_table, left_out_text, suggestion_text, write_report, written_text
 from ..analyze.retrieval import DEFAULT_TEXTS
 from ..analyze.suggest import BUDGETS, check_wanted
 from ..data.documents import DataConfig, load_documents
@@ -110,6 +110,8 @@ def run(given: dict[str, Any]) -> None:
         raise ValueError(f"--dataset is missing, and {options.output!r} has no analysis to go on from.")
     suggestion = suggest(analysis, **wanted, retrieval=options.retrieval, check=check) if suggesting else None
     write_report(analysis, options.output, suggestion=suggestion, command=command)
+    if analysis.left_out:
+        print(left_out_text(analysis))
     print(layer_table(analysis) if suggestion is None else suggestion_text(analysis, suggestion))
     print(f"\n{written_text(options.output, suggestion)}")
 

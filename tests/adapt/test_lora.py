@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from peft import AutoPeftModel, PeftModel
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_linattn.adapt import AdaptConfig, adapt
 from hf_linattn.data.documents import DataConfig
 from hf_linattn.modeling.modeling_linattn import HEAD_CLASSES
+from hf_linattn.publish.checks import check_folder
 
 from ..helpers import (
     CAUSAL_FEW,
@@ -54,14 +56,28 @@ def test_an_adapter_has_what_was_drawn(family: str, head: str, task: str, tmp_pa
     assert merged.config.id2label == result.config.id2label
 
 
-def test_an_adapter_names_no_path(folder: Path, tmp_path: Path, data: DataConfig) -> None:
-    adapt(folder, tmp_path / "out", AdaptConfig(**{**SHORT, "lora_rank": 2}), data=data)
-    assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == (
-        "converted"
-    )
-    for file in (tmp_path / "out").rglob("*"):
+@pytest.mark.parametrize("given", ["absolute", "relative", "loaded"])
+def test_an_adapter_names_its_base_as_it_was_given(
+    given: str, tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = converted_folder(tmp_path, PROJECTED, auto="AutoModelForMaskedLM")
+    monkeypatch.chdir(tmp_path)
+    source: Any = {"absolute": start, "relative": "converted"}.get(given)
+    name = str(source or start)
+    source = source or AutoModelForMaskedLM.from_pretrained(start)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    settings = AdaptConfig(**{**SHORT, "transfer_steps": 0, "distil_steps": 2, "lora_rank": 2, "learning_rate": 1e-2})
+    result = adapt(source, tmp_path / "out", settings, data=data, tokenizer=tokenizer)
+    adapter = tmp_path / "out" / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+    again = AutoPeftModel.from_pretrained(str(adapter)).eval()
+    assert type(again.get_base_model()) is type(result)
+    torch.testing.assert_close(again(tokens(20)).logits, result(tokens(20)).logits, rtol=1e-4, atol=1e-5)
+    # the result names no path of this machine, and a push takes nothing of the adapter
+    for file in [*(tmp_path / "out").glob("*"), *(adapter.rglob("*") if given == "relative" else [])]:
         if file.suffix in (".json", ".md"):
-            assert str(folder.parent) not in file.read_text(), file
+            assert str(tmp_path) not in file.read_text(), file
+    assert not any(file.startswith("adapter") for file in check_folder(tmp_path / "out"))
 
 
 def test_targets_that_are_none_are_refused(folder: Path, tmp_path: Path, data: DataConfig) -> None:

@@ -9,7 +9,9 @@ from transformers import AutoModel, DynamicCache
 
 from hf_linattn import LayerwiseConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig, convert
 from hf_linattn.adapt.teacher import softmax_teacher
-from hf_linattn.analyze import AnalyzeConfig, analyze
+from hf_linattn.analyze import Analysis, AnalyzeConfig, analyze
+from hf_linattn.analyze.analysis import settings_by_layer
+from hf_linattn.analyze.report import write_report
 from hf_linattn.conversion.softmax import watch_attention
 from hf_linattn.conversion.summary import summarize
 from hf_linattn.evaluate import fidelity
@@ -186,14 +188,21 @@ def test_a_teacher_has_them_too() -> None:
     torch.testing.assert_close(found, outputs_of(tiny_model("gemma3_text", CAUSAL_LM), inputs), atol=1e-5, rtol=1e-5)
 
 
-def test_analysis_refuses_them() -> None:
-    with pytest.raises(ValueError, match=r"layers \[0\] of this gemma3_text have a sliding window"):
-        analyze(
-            tiny_model("gemma3_text", CAUSAL_LM),
-            ["w7 w8"],
-            AnalyzeConfig(length=32, max_length=64),
-            tokenizer=_tokenize,
-        )
+@pytest.mark.parametrize(("family", "auto"), [("modernbert", "AutoModel"), ("gemma3_text", CAUSAL_LM)])
+def test_analysis_leaves_them_out(family: str, auto: str, tmp_path: Path) -> None:
+    base = tiny_model(family, auto)
+    sliding = sliding_layers(base.config)
+    config = AnalyzeConfig(length=32, max_length=64, spectrum_length=16, window_sizes=[4])
+    tried = {"window": LinformerConfig(window_size=4, global_tokens=1, far=False)}
+    analysis = analyze(base, ["w7 w8"], config, candidates=tried, tokenizer=_tokenize)
+    assert sliding and analysis.left_out == tuple(sliding)
+    assert analysis.indices == [x for x in range(base.config.num_hidden_layers) if x not in sliding]
+    assert analysis.candidates[0].uniform_loss > 0
+    write_report(analysis, tmp_path)
+    assert Analysis.load(tmp_path) == analysis
+    assert f"sliding window and stay as they are: layers {sliding[0]}" in (tmp_path / "report.md").read_text()
+    model = convert(base, settings_by_layer(analysis, ["window"] * analysis.layers))
+    assert [*model.config.attention.by_layer] == analysis.indices
 
 
 def _tokenize(texts: Any, **options: Any) -> dict[str, list[Any]]:
