@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from transformers import Trainer, TrainingArguments
 
 from hf_linattn import AttentionConfig, LinAttnPreTrainedModel, LinformerConfig, PerformerConfig
@@ -216,3 +217,18 @@ def test_compiled_in_one_graph_it_computes_the_same(config: AttentionConfig, pad
         expected, found = (m(**inputs).last_hidden_state for m in (model, compiled))
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     torch.testing.assert_close(found[mask], expected[mask], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_one_graph_serves_the_lengths_of_one_chunk() -> None:
+    """What was compiled for one length is right at the others, and not compiled again."""
+    torch.compiler.reset()
+    model, counter = converted_model(PerformerConfig(num_features=16), max_length=256), CompileCounter()
+    model.encoder.layer = model.encoder.layer[:1]
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    with torch.no_grad():
+        for length in (24, 37, 130):
+            ids = tokens(length, batch=2)
+            found, expected = (m(ids).last_hidden_state for m in (compiled, model))
+            torch.testing.assert_close(found, expected)
+            assert counter.frame_count <= 2
