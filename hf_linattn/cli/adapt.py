@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("model", metavar="ID_OR_FOLDER", help="Hub id or folder of the converted checkpoint.")
     add_option_groups(parser, MAIN, {"run": AdaptOptions, "data": DataConfig, "training": AdaptConfig})
-    kept = "the same command goes on from the last checkpoint that there is"
+    kept = "the same command continues from the last saved checkpoint, or from the start if none was saved"
     parser.set_defaults(interrupted=kept)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 from transformers.utils import logging
 
@@ -127,8 +127,10 @@ def push(folder: str | Path, config: PushConfig, *, token: str | None = None) ->
     report = None if config.report is None else read_report(config.report)
 
     api = HfApi(token=token)
-    repo_id = _repo_id(api, config.repo)
-    existing = _existing(api, repo_id, config.private)
+    # a dry run of a full name needs no account
+    anonymous = config.dry_run and "/" in config.repo and (token or get_token()) is None
+    repo_id = config.repo if anonymous else _repo_id(api, config.repo)
+    existing = None if anonymous else _existing(api, repo_id, config.private)
     card: Callable[[str], Any] | None = None
     if not own_card:
         base_model, metadata = _base(api, values, config)

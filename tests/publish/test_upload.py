@@ -502,6 +502,18 @@ def test_a_dry_run_writes_the_card_and_sends_nothing(
     assert "card.md" not in hub.files("me/model") and "README.md" in hub.files("me/model")
 
 
+def test_a_dry_run_needs_no_token(
+    hub: Hub, unchecked: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    call = ["push", str(folder), "--base-model", "local", "--license", "mit", "--dry-run", "--repo"]
+    assert main([*call, "me/model"]) == 0
+    assert 'name, revision = "me/model", "main"' in (folder / "card.md").read_text()
+    # the owner of a short name is that of the token
+    assert main([*call, "model"]) == 1
+    assert "There is no token of the Hub" in capsys.readouterr().err
+
+
 def put_base(hub: Hub, card: str) -> None:
     """A repository with a card and nothing else."""
     hub.contents["card"] = card.encode()
