@@ -37,7 +37,7 @@ def hub() -> Iterator[Hub]:
 
 def start(cwd: Path, *arguments: Path | str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "hf_linattn.cli", *map(str, arguments)],
+        [sys.executable, "-m", "hf_linattn", *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,

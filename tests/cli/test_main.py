@@ -188,7 +188,7 @@ def test_documents_that_are_none_are_one_line(
     assert not [path for path in output.glob("*") if path.name in ("config.json", "report.json", "analysis.json")]
 
 
-@pytest.mark.parametrize("call", [["-m", "hf_linattn.cli"], ["scripts/convert.py"]])
+@pytest.mark.parametrize("call", [["-m", "hf_linattn"], ["scripts/convert.py"]])
 def test_help_describes_every_field(call: list[str]) -> None:
     command = [sys.executable, *call, *(["convert"] if call[0] == "-m" else []), "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

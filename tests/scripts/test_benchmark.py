@@ -27,6 +27,7 @@ def benchmark(output: Path, *more: str, check: bool = True) -> subprocess.Comple
     return subprocess.run([*call, "--rows", *ROWS, *more], capture_output=True, text=True, check=check)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_every_cell_and_the_same_command_goes_on(tmp_path: Path) -> None:
     output = tmp_path / "smoke"
     shown = benchmark(output, "--subjects", "attention", "--memory-lengths").stdout
@@ -90,6 +91,7 @@ def test_a_token_of_decoding_is_measured_beside_softmax(tmp_path: Path) -> None:
     assert "one token of decoding, 1 layers, after so many: times as fast as SDPA" in shown
 
 
+@pytest.mark.slow
 def test_another_checkout_is_measured_in_turns_with_this_one(tmp_path: Path) -> None:
     """The other one is a copy of this, of which the folder name goes into no file."""
     other, output = tmp_path / "secret-name", tmp_path / "against"
