@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--label-column", default=None, help="column of the class; presets know theirs")
     parser.add_argument("--max-documents", type=int, default=2000)
     parser.add_argument(
-        "--max-length", type=int, default=2048, help="longest document in tokens; at least the positions of the model"
+        "--max-length", type=int, default=2048, help="longest document in tokens; at least the positions that MODEL has"
     )
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank; 0 trains all weights")
     parser.add_argument("--epochs", type=float, default=2.0)

@@ -220,14 +220,15 @@ def test_compiled_in_one_graph_it_computes_the_same(config: AttentionConfig, pad
 
 
 @pytest.mark.slow
-def test_one_graph_serves_the_lengths_of_one_chunk() -> None:
+@pytest.mark.parametrize("lengths", [(24, 37, 130), (600, 700, 1000)], ids=["one chunk", "two chunks"])
+def test_one_graph_serves_the_lengths_of_as_many_chunks(lengths: tuple[int, ...]) -> None:
     """What was compiled for one length is right at the others, and not compiled again."""
     torch.compiler.reset()
-    model, counter = converted_model(PerformerConfig(num_features=16), max_length=256), CompileCounter()
+    model, counter = converted_model(PerformerConfig(num_features=16), max_length=1024), CompileCounter()
     model.encoder.layer = model.encoder.layer[:1]
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
     with torch.no_grad():
-        for length in (24, 37, 130):
+        for length in lengths:
             ids = tokens(length, batch=2)
             found, expected = (m(ids).last_hidden_state for m in (compiled, model))
             torch.testing.assert_close(found, expected)

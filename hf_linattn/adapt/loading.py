@@ -135,16 +135,11 @@ def readable_weights(source: Any) -> Iterator[None]:
         raise ValueError(f"The weights of {str(source)!r} are damaged ({error}); download them again.") from error
 
 
-def given_name(model: Any) -> str:
-    """The Hub id or folder as it was given; of a loaded model, where it was loaded from."""
-    return str(model) if isinstance(model, (str, Path)) else model.name_or_path
-
-
 def name_of(model: Any) -> str | None:
     """A name that means something on other machines: of a folder its last part."""
     if model is None:
         return None
-    name = given_name(model)
+    name = str(model) if isinstance(model, (str, Path)) else model.name_or_path
     path = Path(name).expanduser()
     if name and path.exists():
         return path.resolve().name

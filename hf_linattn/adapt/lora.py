@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..modeling.architectures import ARCHITECTURES
-from ..modeling.modeling_linattn import AUTO_CLASSES, LinAttnPreTrainedModel
+from ..modeling.modeling_linattn import MODEL_CLASSES, LinAttnPreTrainedModel
 from .config import AdaptConfig
 
 
@@ -79,9 +78,9 @@ def save_adapter(model: PeftModel, folder: str | Path) -> None:
     """Write an adapter that `AutoPeftModel` loads together with the model that it was put on."""
     model.save_pretrained(str(folder))
     inner: Any = model.get_base_model()
-    for name in AUTO_CLASSES:
-        # PEFT writes the class itself, and refuses to import it from a package that it does not know
-        if getattr(transformers, name)._model_mapping.get(type(inner.config), None) is type(inner):
+    for name, by_type in MODEL_CLASSES.items():
+        if by_type.get(inner.config.base_model_type) is type(inner):
+            # PEFT wrote the class itself, and refuses to import it from a package that it does not know
             config = PeftConfig.from_pretrained(str(folder))
             config.save_pretrained(
                 str(folder), auto_mapping_dict={"base_model_class": name, "parent_library": "transformers"}

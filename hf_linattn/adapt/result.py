@@ -16,7 +16,7 @@ from ..utils.paths import without_paths
 from . import checkpoints
 from .checkpoints import Progress
 from .inputs import Inputs
-from .loading import given_name, name_of
+from .loading import name_of
 from .lora import add_adapter, merged, save_adapter
 from .student import fresh_student
 
@@ -109,8 +109,7 @@ def write_result(
     """
     student = fresh_student(inputs)
     adapted = student.model
-    # PEFT writes it down as the base of the adapter, and loads that from there
-    adapted.name_or_path = adapted.config.name_or_path = given_name(inputs.model)
+    # PEFT writes down where the model was loaded from, and loads it from there
     model: Any = add_adapter(adapted, inputs.config, student.drawn) if inputs.config.lora_rank else adapted
     checkpoints.load_model_state(model, tensors)
     if inputs.config.lora_rank:

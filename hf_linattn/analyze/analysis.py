@@ -15,7 +15,7 @@ from accelerate.utils import tqdm
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from ..conversion.convert import checked_texts, converted_config
+from ..conversion.convert import checked_texts, converted_config, full_layers
 from ..conversion.flops import linear_flops, linear_layers_flops, softmax_flops
 from ..conversion.positions import extend_positions
 from ..conversion.softmax import AttentionCall, SoftmaxAttention, watch_attention
@@ -66,8 +66,8 @@ class Analysis:
         softmax: cost of one softmax attention layer at that length.
         rest: cost of the whole model but its attention layers; its memory is not known, and 0.
         retrieval: retrieval score of each head, by layer; empty if none was asked for.
-        left_out: indices of the layers with a sliding window, which are not converted. All that is told by layer is
-            told of the others, the first of them first; `statistics` has their indices.
+        left_out: indices of the layers with a sliding window, which cannot be converted. The fields by layer have the
+            other layers in their order; `indices` gives their indices in the model.
     """
 
     model: str
@@ -204,7 +204,7 @@ def analyze(
                 seed=config.seed,
             )
         scores = retrieval_scores(analyzer.base, planted)
-        kept = tuple(scores[layer] for layer in analyzer.places) if scores else ()
+        kept = tuple(scores[layer] for layer in analyzer.full) if scores else ()
         return dataclasses.replace(analyzer.run(), retrieval=kept, left_out=tuple(analyzer.sliding))
     finally:
         base.train(training)
@@ -261,12 +261,9 @@ class SwappedModel:
     def __init__(self, base: PreTrainedModel, config: AnalyzeConfig, candidates: Mapping[str, AttentionConfig]) -> None:
         self.base, self.config = base, config
         self.causal = ARCHITECTURES[base.config.model_type].causal
-        # layers with a sliding window stay as they are
-        self.sliding = sliding_layers(base.config)
-        self.places: dict[int, int] = {}
-        for layer in sorted({*range(base.config.num_hidden_layers)} - {*self.sliding}):
-            self.places[layer] = len(self.places)
-        self.layers = len(self.places)
+        # indices in the model; layers with a sliding window stay as they are
+        self.full, self.sliding = full_layers(base.config), sliding_layers(base.config)
+        self.layers = len(self.full)
         self.settings: dict[str, AttentionConfig] = {}
         self.modules: dict[str, list[LinearAttention]] = {}
         self.converted: dict[str, Any] = {}
@@ -292,16 +289,27 @@ class SwappedModel:
 
             # random features are each layer's own; projections start alike, and take memory
             performer = isinstance(settings, PerformerConfig)
-            self.modules[name] = [make(layer) for layer in self.places] if performer else [make(0)] * self.layers
+            self.modules[name] = [make(layer) for layer in self.full] if performer else [make(0)] * self.layers
 
     def attention(self, name: str, call: AttentionCall) -> Tensor:
         """What a candidate gives in the place of a layer's softmax attention."""
-        module = self.modules[name][self.places[call.layer]]
+        module = self.modules[name][call.layer]
         return module(call.query, call.key, call.value, call.lengths)
 
     def outcome(self, ids: Tensor, visit: Callable[[AttentionCall], Tensor | None]) -> Tensor:
-        """The pooled embedding (dim,), or log-probabilities of the next token (length, vocabulary)."""
-        with torch.no_grad(), watch_attention(self.base, visit):
+        """The pooled embedding (dim,), or log-probabilities of the next token (length, vocabulary).
+
+        `visit` is called with the layers that see every token, numbered as in `full`.
+        """
+        places = {layer: place for place, layer in enumerate(self.full)}
+
+        def visit_full(call: AttentionCall) -> Tensor | None:
+            if call.layer not in places:
+                return None
+            call.layer = places[call.layer]
+            return visit(call)
+
+        with torch.no_grad(), watch_attention(self.base, visit_full):
             if self.causal:
                 return self.base(ids, use_cache=False).logits[0].float().log_softmax(-1)
             return self.base.base_model(ids).last_hidden_state[0].float().mean(0)
@@ -312,10 +320,7 @@ class SwappedModel:
         """The outcome with the candidates of these names in the layers, first layer first; None is softmax."""
 
         def visit(call: AttentionCall) -> Tensor | None:
-            if call.layer not in self.places:
-                return None
-            place = self.places[call.layer]
-            name, exact = names[place], (softmax_heads or {}).get(place, [])
+            name, exact = names[call.layer], (softmax_heads or {}).get(call.layer, [])
             if name is None:
                 return None
             out = self.attention(name, call)
@@ -381,7 +386,7 @@ class _Analyzer(SwappedModel):
                 spectrum_length=min(self.config.spectrum_length, self.length),
                 feature_error=self.config.feature_error,
             )
-            for layer in self.places
+            for layer in self.full
         ]
         names = list(self.settings)
         # squares of errors (candidates, layers, heads) and of softmax (layers, heads)
@@ -398,10 +403,8 @@ class _Analyzer(SwappedModel):
 
             def look(call: AttentionCall, found: Any = found) -> None:
                 nonlocal shape
-                if call.layer not in self.places:
-                    return
                 shape = tuple(call.query.shape)
-                sums[self.places[call.layer]].add(call.query[0], call.key[0])
+                sums[call.layer].add(call.query[0], call.key[0])
                 wanted = call.output[0].double()
                 apart = [(self.attention(name, call)[0].double() - wanted).square().sum((1, 2)) for name in names]
                 found.append((torch.stack(apart).cpu(), wanted.square().sum((1, 2)).cpu()))

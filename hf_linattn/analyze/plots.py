@@ -85,9 +85,15 @@ def _errors(analysis: Analysis, path: Path) -> Path:
     panels[0][0].set_ylabel("layer")
     if analysis.left_out:
         for axes in panels[0]:
-            axes.set_yticks(range(analysis.layers), [str(layer) for layer in analysis.indices])
+            _label_layers(axes, analysis)
     figure.colorbar(image, ax=panels[0][-1], label="relative error")
     return save_figure(figure, path)
+
+
+def _label_layers(axes: Any, analysis: Analysis) -> None:
+    """Rows of a map have the layers' indices in the model."""
+    every = max(analysis.layers // 12, 1)
+    axes.set_yticks(range(0, analysis.layers, every), [str(layer) for layer in analysis.indices[::every]])
 
 
 def _retrieval(analysis: Analysis, path: Path) -> Path:
@@ -98,8 +104,7 @@ def _retrieval(analysis: Analysis, path: Path) -> Path:
     image = axes.imshow(analysis.retrieval, vmin=0, cmap="magma_r", aspect="auto")
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
-    every = max(analysis.layers // 12, 1)
-    axes.set_yticks(range(0, analysis.layers, every), [str(layer) for layer in analysis.indices[::every]])
+    _label_layers(axes, analysis)
     axes.set_xticks(range(0, analysis.heads, max(analysis.heads // 12, 1)))
     figure.colorbar(image, ax=axes, label="share of attention on the planted token")
     return save_figure(figure, path)

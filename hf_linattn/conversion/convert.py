@@ -310,12 +310,17 @@ def converted_config(base: PreTrainedConfig, config: AttentionConfig, max_length
     return converted
 
 
+def full_layers(base: PreTrainedConfig) -> list[int]:
+    """Indices of the layers that see every token: those that can be converted."""
+    sliding = set(sliding_layers(base))
+    return [index for index in range(base.num_hidden_layers) if index not in sliding]
+
+
 def _without_sliding_layers(config: AttentionConfig, base: PreTrainedConfig) -> AttentionConfig:
     """The settings with `layers` set where it was left out and some layers have a sliding window."""
-    sliding = set(sliding_layers(base))
-    if config.layers is not None or not sliding:
+    full = full_layers(base)
+    if config.layers is not None or len(full) == base.num_hidden_layers:
         return config
-    full = [index for index in range(base.num_hidden_layers) if index not in sliding]
     if not full:
         raise ValueError(
             f"{type(base).__name__}: sliding_window={base.sliding_window} in every layer, so that their cost is linear "

@@ -57,10 +57,9 @@ def chunk_size(device: torch.device) -> int:
 def chunks(blocks: int, window: int, device: torch.device) -> list[tuple[int, int]]:
     """Chunks of whole blocks, (begin, end), of some tokens each: what is large in one chunk then stays in the cache."""
     step = max(chunk_size(device) // window, 1)
-    if 0 < blocks <= step:
-        # without a range, which torch.compile would take for a graph of this length alone
-        return [(0, blocks)]
-    return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
+    # counted first: torch.compile then makes a graph for a number of chunks, and not one for each number of blocks
+    count = -(-blocks // step)
+    return [(index * step, min((index + 1) * step, blocks)) for index in range(count)]
 
 
 def is_large(query: Tensor, length: int) -> bool:

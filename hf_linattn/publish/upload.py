@@ -127,10 +127,12 @@ def push(folder: str | Path, config: PushConfig, *, token: str | None = None) ->
     report = None if config.report is None else read_report(config.report)
 
     api = HfApi(token=token)
-    # a dry run of a full name needs no account
-    anonymous = config.dry_run and "/" in config.repo and (token or get_token()) is None
-    repo_id = config.repo if anonymous else _repo_id(api, config.repo)
-    existing = None if anonymous else _existing(api, repo_id, config.private)
+    if config.dry_run and "/" in config.repo and (token or get_token()) is None:
+        # nothing is sent, and the owner is named: no account is needed
+        repo_id, existing = config.repo, None
+    else:
+        repo_id = _repo_id(api, config.repo)
+        existing = _existing(api, repo_id, config.private)
     card: Callable[[str], Any] | None = None
     if not own_card:
         base_model, metadata = _base(api, values, config)

@@ -39,7 +39,7 @@ def start(cwd: Path, *arguments: Path | str, **environment: str) -> subprocess.P
     return subprocess.Popen(
         [sys.executable, "-m", "hf_linattn", *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
